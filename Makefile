@@ -1,0 +1,36 @@
+# specq: two commands that do all their own set-up.
+#   make study PAIR=tiny DTYPE=fp8          run a study and print the answer
+#   make test                               lint and test
+# More formats: DTYPE="fp8 int8". Further options: ARGS="--num-prompts 64 --temperature 0.7".
+PAIR   ?= tiny
+DTYPE  ?= fp8
+ARGS   ?=
+PYTHON ?= python3
+VENV   ?= .venv
+READY  := $(VENV)/.ready
+
+.PHONY: study test lint bench wheel clean
+study: $(READY)
+	@$(VENV)/bin/specq study --pair "$(PAIR)" $(foreach d,$(DTYPE),--dtype $(d)) $(ARGS)
+
+test: $(READY) lint
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(READY)
+	@$(VENV)/bin/ruff check --quiet .
+
+bench: $(READY)
+	@$(VENV)/bin/python -m specq.bench $(ARGS)
+
+wheel: $(READY)
+	@$(VENV)/bin/pip wheel --quiet --no-deps -w dist .
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"specq needs Python 3.11 to 3.13 and {sys.executable} is {v[0]}.{v[1]}; pass PYTHON=python3.12, say")'
+	@echo "setting up $(VENV) (a few minutes the first time: PyTorch is large)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

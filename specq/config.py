@@ -1,0 +1,91 @@
+"""One place for every default and every check of what the user asked for. No torch here: `--help` must be quick."""
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from specq.errors import SpecqError
+
+DRAWS = 2000  # bootstrap draws behind every interval
+
+
+class StudyConfig(BaseModel):
+    """A study, fully resolved: two equal configurations give the same answer.
+
+    `temperature`, `top_k`, `top_p` left at None take the target's generation_config, as vLLM does, and then 1, 0, 1.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pair: str | None = "tiny"
+    target: str | None = None
+    draft: str | None = None
+    dtypes: tuple[str, ...] = ("fp8_e4m3",)
+    prompts: str | None = None
+    prompts_sha256: str | None = None
+    num_prompts: int = Field(64, ge=1)
+    prompt_tokens: int = Field(1024, ge=1)
+    output_tokens: int = Field(256, ge=2)
+    text: Literal["same", "own", "both", "given"] = "same"
+    k_max: int = Field(16, ge=1, le=64)
+    current_k: int = Field(5, ge=0)
+    temperature: float | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    draft_sampling: Literal["probabilistic", "greedy"] = "probabilistic"
+    verify: Literal["standard", "strict"] = "standard"
+    draft_transform: Literal["same", "temperature"] = "same"
+    query_dtype: Literal["auto", "bf16", "fp8"] = "auto"
+    calibrate: str | None = None
+    calibrate_sha256: str | None = None
+    cost: str = "roofline:h100"
+    batch: tuple[int, ...] = (1, 8, 32, 128)
+    context: tuple[int, ...] = (2048, 8192, 32768)
+    device: Literal["cpu", "cuda"] = "cpu"
+    vllm_version: str = "0.32"
+    seed: int = 0
+
+    @field_validator("batch", "context")
+    @classmethod
+    def _positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if not value or min(value) < 1:
+            raise ValueError("needs at least one positive number")
+        return value
+
+    @field_validator("dtypes")
+    @classmethod
+    def _distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError("needs at least one format")
+        return tuple(dict.fromkeys(value))
+
+    @model_validator(mode="after")
+    def _k_in_range(self) -> "StudyConfig":
+        if self.current_k > self.k_max:
+            raise ValueError(f"current_k {self.current_k} is beyond k_max {self.k_max}; only K up to k_max are measured")
+        return self
+
+
+def file_digest(path: str | None) -> str | None:
+    """sha256 of a file the configuration depends on, or None."""
+    if path is None:
+        return None
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise SpecqError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def make_config(**options: Any) -> StudyConfig:  # noqa: ANN401 - raw command-line values
+    """StudyConfig from command-line options; None means not given. Raises SpecqError with one clear sentence."""
+    given = {k: v for k, v in options.items() if v is not None}
+    given["prompts_sha256"] = file_digest(given.get("prompts"))
+    given["calibrate_sha256"] = file_digest(given.get("calibrate"))
+    try:
+        return StudyConfig(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = "--" + str(first["loc"][0]).replace("_", "-") + ": " if first["loc"] else ""
+        raise SpecqError(name + first["msg"].removeprefix("Value error, ")) from None

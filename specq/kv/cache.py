@@ -1,0 +1,176 @@
+"""The transformers Cache that stores K and V in a KV format, with its own length for every row of the batch.
+
+A forward pass writes its new tokens behind each row's length; `advance` then commits as many of them as are valid, and
+`rollback` takes committed ones back. Tokens beyond a row's length are never visible, so a batch of unequal rows is
+padded on the right and needs no attention mask from the caller.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from specq.kv.base import E4M3, KVFormat
+
+
+@dataclass
+class LayerScales:
+    """Static scales of one layer: float32, broadcastable to `[B, kv_heads, T, head_dim]`; query scale as vLLM's q_scale.
+
+    `source` says where they came from: "one" (1.0 by default), "checkpoint" or "calibration".
+    """
+
+    k: torch.Tensor = field(default_factory=lambda: torch.ones(1, 1, 1, 1))
+    v: torch.Tensor = field(default_factory=lambda: torch.ones(1, 1, 1, 1))
+    q: torch.Tensor = field(default_factory=lambda: torch.ones(1, 1, 1, 1))
+    source: str = "one"
+
+    def to(self, device: torch.device) -> "LayerScales":
+        """The same scales on `device`."""
+        return LayerScales(self.k.to(device), self.v.to(device), self.q.to(device), self.source)
+
+
+class QuantizedLayer(CacheLayerMixin):
+    """One layer's pages. `update` stores the new K and V and returns the layer itself as the handle for attention."""
+
+    is_sliding = False
+
+    def __init__(self, cache: "QuantizedCache", scales: LayerScales) -> None:
+        super().__init__()
+        self.cache, self.scales = cache, scales
+        self.stored: dict[str, list[torch.Tensor]] = {}
+        self.pending = 0
+        self.saturated = self.nonfinite = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Moves the scales to the layer's device; buffers come with the first store."""
+        self.scales = self.scales.to(key_states.device)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple["QuantizedLayer", "QuantizedLayer"]:
+        """Store K and V `[B, kv_heads, T, head_dim]` behind each row's length."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        fmt = self.cache.format
+        for part, x in (("k", key_states), ("v", value_states)):
+            scale = getattr(self.scales, part)
+            self._write(part, fmt.store(x, part, scale))
+            self.nonfinite = self.nonfinite + (~torch.isfinite(x)).sum()
+            if fmt.granularity(part) in ("tensor", "channel"):
+                self.saturated = self.saturated + fmt.count_saturated(x, part, scale)
+        self.pending = key_states.shape[-2]
+        return self, self
+
+    def _write(self, part: str, tensors: tuple[torch.Tensor, ...]) -> None:
+        lengths, capacity = self.cache.lengths, self.cache.capacity
+        if part not in self.stored:
+            self.stored[part] = [t.new_zeros((*t.shape[:2], capacity, t.shape[3])) for t in tensors]
+        new = tensors[0].shape[2]
+        for buffer, t in zip(self.stored[part], tensors, strict=True):
+            if self.cache.uniform is not None:
+                buffer[:, :, self.cache.uniform : self.cache.uniform + new] = t
+            else:
+                at = lengths.to(t.device)[:, None] + torch.arange(new, device=t.device)
+                rows = torch.arange(len(lengths), device=t.device)[:, None]
+                buffer[rows, :, at] = t.transpose(1, 2)
+
+    def read(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as attention sees them, `[B, kv_heads, longest length + pending, head_dim]` in `dtype`."""
+        end = self.cache.longest + self.pending
+        fmt = self.cache.format
+        k, v = (
+            fmt.load(tuple(t[:, :, :end] for t in self.stored[p]), p, getattr(self.scales, p), dtype) for p in "kv"
+        )
+        return k, v
+
+    def round_query(self, query: torch.Tensor) -> torch.Tensor:
+        """The query as the attention kernel sees it: rounded to e4m3 with q_scale where the cache is set to do so."""
+        if not self.cache.round_query:
+            return query
+        scale = self.scales.q.to(query.dtype)
+        return E4M3.decode(E4M3.encode(query / scale), query.dtype) * scale
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(number of K/V slots the mask covers, offset of the first)."""
+        return self.cache.longest + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Length of the longest row, committed tokens only."""
+        return self.cache.longest
+
+    def get_max_length(self) -> int:
+        """Slots per row."""
+        return self.cache.capacity
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep only these rows of the batch."""
+        self.stored = {p: [t[rows.to(t.device)] for t in ts] for p, ts in self.stored.items()}
+
+
+class QuantizedCache(Cache):
+    """K and V of all layers in one format.
+
+    Args:
+        fmt: the KV format.
+        scales: one LayerScales per layer.
+        batch: rows.
+        capacity: tokens per row that can be stored; a write beyond it raises.
+        round_query: whether queries are rounded to e4m3 before attention (DESIGN: `--query-dtype`).
+        splits: number of pieces attention cuts the K/V sequence into before merging by log-sum-exp.
+    """
+
+    def __init__(
+        self,
+        fmt: KVFormat,
+        scales: Sequence[LayerScales],
+        batch: int,
+        capacity: int,
+        round_query: bool = False,
+        splits: int = 1,
+    ) -> None:
+        self.format, self.capacity, self.round_query, self.splits = fmt, capacity, round_query, splits
+        self.lengths = torch.zeros(batch, dtype=torch.long)
+        self._refresh()
+        super().__init__(layers=[QuantizedLayer(self, s) for s in scales])
+
+    def _refresh(self) -> None:
+        self.longest = int(self.lengths.max()) if len(self.lengths) else 0
+        same = len(self.lengths) > 0 and bool((self.lengths == self.longest).all())
+        self.uniform = self.longest if same else None
+
+    def advance(self, counts: torch.Tensor | int) -> None:
+        """Commit `counts` (per row, or one for all) of the tokens that the last forward pass wrote."""
+        self.lengths = self.lengths + counts
+        self._refresh()
+        if self.longest > self.capacity:
+            raise ValueError(f"cache of {self.capacity} tokens cannot hold {self.longest}")
+
+    def rollback(self, lengths: torch.Tensor) -> None:
+        """Forget committed tokens beyond `lengths` [B]; what was stored for them is overwritten later."""
+        if bool((lengths > self.lengths).any()) or bool((lengths < 0).any()):
+            raise ValueError("rollback can only shorten rows")
+        self.lengths = lengths.clone()
+        self._refresh()
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep only these rows of the batch (indices [n])."""
+        self.lengths = self.lengths[rows]
+        for layer in self.layers:
+            layer.select(rows)
+        self._refresh()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the stored tensors of all layers occupy, scales included."""
+        return sum(t.numel() * t.element_size() for la in self.layers for ts in la.stored.values() for t in ts)
+
+    def saturated_per_layer(self) -> list[int]:
+        """Elements beyond the static scale's range, per layer, K and V together, since creation."""
+        return [int(layer.saturated) for layer in self.layers]
+
+    def nonfinite(self) -> int:
+        """NaN or infinite elements that the model asked to store, over all layers, since creation."""
+        return sum(int(layer.nonfinite) for layer in self.layers)

@@ -1,0 +1,56 @@
+"""Static scales from text that is not scored: the largest magnitude of K and V per layer, or per head and channel."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specq.kv import KVFormat, get_format
+from specq.kv.base import nonzero_scale
+from specq.kv.cache import LayerScales
+from specq.models import LoadedModel
+
+
+@dataclass
+class KVRange:
+    """Largest |K| and |V| of every layer per KV head and channel, each [1, kv_heads, 1, head_dim] float32."""
+
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+
+    def scales(self, fmt: KVFormat) -> list[LayerScales]:
+        """Scales that map the largest magnitude seen to the codec's largest value, in the format's granularity."""
+        out = []
+        for k, v in zip(self.k, self.v, strict=True):
+            parts = {}
+            for name, amax in (("k", k), ("v", v)):
+                if fmt.granularity(name) == "channel":
+                    parts[name] = nonzero_scale(amax / fmt.codec.max)
+                elif fmt.granularity(name) == "tensor":
+                    parts[name] = nonzero_scale(amax.amax().view(1, 1, 1, 1) / fmt.codec.max)
+            out.append(LayerScales(**parts, source="calibration"))
+        return out
+
+
+@torch.inference_mode()
+def measure_range(
+    model: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    chunk: int = 512,
+    progress: Callable[[float], None] = lambda done: None,
+) -> KVRange:
+    """Run token sequences through `model` with a BF16 cache and take the largest |K| and |V| (after RoPE, as stored)."""
+    best: dict[str, list[torch.Tensor]] = {"k": [], "v": []}
+    for ids in prompts:
+        cache = model.new_cache(get_format("bf16"), 1, len(ids))
+        for piece in torch.tensor([list(ids)]).split(chunk, dim=1):
+            model.forward(piece, cache, keep=1)
+            progress(piece.shape[1])
+        for i, layer in enumerate(cache.layers):
+            for part, x in zip("kv", layer.read(torch.float32), strict=True):
+                amax = x.abs().amax(dim=2, keepdim=True)
+                if len(best[part]) <= i:
+                    best[part].append(amax)
+                else:
+                    best[part][i] = torch.maximum(best[part][i], amax)
+    return KVRange(best["k"], best["v"])

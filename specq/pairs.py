@@ -1,0 +1,160 @@
+"""The registry of target/draft pairs, and where their weights lie.
+
+`find(name)` gives a Pair; `locate` turns each side into a directory: a path, the hub's local cache, or a download of the
+hub id that was asked for. A pair that cannot be had is refused with what it would take. No torch here.
+"""
+
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specq.errors import SpecqError
+
+_PACKAGE = Path(__file__).parent
+_CHECKOUT = _PACKAGE.parent / "studies"
+STUDIES = _CHECKOUT if (_CHECKOUT / "pairs.toml").is_file() else _PACKAGE / "_studies"
+DEFAULT_PROMPTS = STUDIES / "tiny_pair" / "heldout.jsonl.xz"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a registered model looks like, for sizes before a download."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+
+    @property
+    def parameters(self) -> int:
+        """Weights of a gated-MLP, grouped-query decoder of this shape (biases and norms of heads not counted)."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.layers * layer + self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V per token in BF16."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * 2
+
+
+@dataclass(frozen=True)
+class Side:
+    """One model of a pair: a local path or a hub id, and its shape where registered."""
+
+    source: str
+    local: bool
+    shape: Shape | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A named target and draft with the defaults of its study."""
+
+    name: str
+    summary: str
+    target: Side
+    draft: Side
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+def _side(entry: dict) -> Side:
+    shape = Shape(**entry["geometry"])
+    return Side(str(STUDIES / entry["path"]), True, shape) if "path" in entry else Side(entry["hub"], False, shape)
+
+
+def registry() -> dict[str, Pair]:
+    """All registered pairs by name."""
+    entries = tomllib.loads((STUDIES / "pairs.toml").read_text(encoding="utf-8"))
+    return {
+        name: Pair(name, e["summary"], _side(e["target"]), _side(e["draft"]), e.get("defaults", {}))
+        for name, e in entries.items()
+    }
+
+
+def find(name: str | None, target: str | None, draft: str | None) -> Pair:
+    """The pair called `name`, with either side replaced by a path or hub id. Raises SpecqError listing known pairs."""
+    known = registry()
+    if target and draft:
+        return Pair(f"{Path(target).name}+{Path(draft).name}", "given on the command line", _free(target), _free(draft))
+    if name not in known:
+        raise SpecqError(
+            f"unknown pair {name!r}; registered are {', '.join(known)}, or give --target and --draft as directories or"
+            " hub ids"
+        )
+    pair = known[name]
+    if target or draft:
+        sides = (_free(target) if target else pair.target, _free(draft) if draft else pair.draft)
+        shapes = (pair.target.shape, pair.draft.shape)
+        sides = tuple(Side(s.source, s.local, s.shape or shape) for s, shape in zip(sides, shapes, strict=True))
+        return Pair(pair.name, pair.summary, *sides, pair.defaults)
+    return pair
+
+
+def _free(source: str) -> Side:
+    if Path(source).is_dir():
+        return Side(source, True)
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") != 1
+    if looks_local:
+        raise SpecqError(f"no model directory at {source}; give a directory with config.json or a hub id like org/name")
+    return Side(source, False)
+
+
+def locate(pair: Pair) -> tuple[str, str]:
+    """Directories of target and draft. Raises SpecqError that says what the pair needs when one cannot be had."""
+    found, reasons = [], []
+    for side in (pair.target, pair.draft):
+        if side.local:
+            if not (Path(side.source) / "config.json").is_file():
+                raise SpecqError(f"no config.json in {side.source}: this is not a model directory")
+            found.append(side.source)
+            continue
+        try:
+            found.append(_from_hub(side.source))
+        except Exception as error:  # network, gating and missing repositories all end here
+            reasons.append(f"{side.source} ({type(error).__name__})")
+    if reasons:
+        raise SpecqError(needs(pair) + "\nnot available here: " + ", ".join(reasons))
+    return found[0], found[1]
+
+
+def _from_hub(repo: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    try:
+        path = snapshot_download(repo, allow_patterns=wanted, local_files_only=True)
+        if any(Path(path).glob("*.safetensors")):
+            return path
+    except Exception:  # not in the local cache: ask the hub
+        pass
+    return snapshot_download(repo, allow_patterns=wanted)
+
+
+def needs(pair: Pair) -> str:
+    """What a registered pair takes: hub ids, disk, GPU memory, and the ways to provide it."""
+    lines = [f"the weights of pair {pair.name!r} are not on this machine"]
+    total = 0
+    for role, side in (("target", pair.target), ("draft", pair.draft)):
+        if side.shape is None:
+            lines.append(f"  {role}: {side.source}")
+            continue
+        size = 2 * side.shape.parameters
+        total += size
+        lines.append(
+            f"  {role}: {side.source}: {side.shape.parameters / 1e9:.2f} B parameters, {size / 1e9:.1f} GB on disk and in"
+            f" GPU memory (BF16), plus {side.shape.kv_bytes_per_token * 32768 / 1e9:.2f} GB of BF16 KV cache per"
+            " 32,768-token sequence"
+        )
+    if total:
+        lines.append(f"  together {total / 1e9:.1f} GB of disk, and GPU memory for that and the KV caches")
+    lines.append(
+        "have them locally? --target DIR --draft DIR (make study PAIR=... ARGS='--target DIR --draft DIR'); to download:"
+        " accept the licence on the model's page, then `hf auth login` (or set HF_TOKEN) and run again with network access"
+    )
+    return "\n".join(lines)

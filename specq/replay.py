@@ -1,0 +1,191 @@
+"""Teacher-forced scoring: one pass per model and KV format over a text gives every arm's p and q at every position.
+
+Texts are scored one at a time and in fixed chunks, so a text's numbers do not depend on what else is in the study. All
+passes walk through a text together, chunk by chunk, and only the chunk's logits exist: never tokens x vocabulary of a
+whole text. K and V of the prompt go through the format's cache as those of the response do.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import torch
+
+from specq.acceptance import PositionScores, Rule, score_positions
+from specq.errors import SpecqError
+from specq.kv import KVFormat
+from specq.kv.cache import LayerScales, QuantizedCache
+from specq.models import LoadedModel, Vocabulary
+from specq.sampling import Transform, fit_width, log_probs, stream
+from specq.texts import Text
+
+# Logits held per pass: at most this many numbers (32 MiB of float32).
+LOGITS_BUDGET = 1 << 23
+
+
+@dataclass(frozen=True)
+class Order:
+    """An order of arithmetic: tokens per prefill pass, pieces of a scoring chunk, pieces of the K/V sequence."""
+
+    prefill: int = 512
+    pieces: int = 1
+    splits: int = 1
+
+
+# The baseline's order, and the equally valid one of the null arm: other chunk boundaries, split-and-merged attention.
+STANDARD, ALTERNATIVE = Order(), Order(prefill=192, pieces=3, splits=3)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One model over one text in one KV format: what one forward sweep costs."""
+
+    role: str
+    format: KVFormat
+    order: Order = STANDARD
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A configuration under test: KV formats of target and draft."""
+
+    name: str
+    target: Pass
+    draft: Pass
+
+    @classmethod
+    def of(cls, target: KVFormat, draft: KVFormat, order: Order = STANDARD, name: str | None = None) -> "Arm":
+        """The arm `<target format>+<draft format>`."""
+        name = name or f"{target.name}+{draft.name}"
+        return cls(name, Pass("target", target, order), Pass("draft", draft, order))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How p and q are formed, common to all arms.
+
+    `scales` maps (role, format name) to static scales that replace the checkpoint's; `round_query` maps a format to
+    whether queries are rounded to e4m3 under it.
+    """
+
+    transform: Transform
+    draft_transform: Transform
+    rule: Rule
+    vocabulary: Vocabulary
+    seed: int
+    scales: dict[tuple[str, str], list[LayerScales]] = field(default_factory=dict)
+    round_query: Callable[[KVFormat], bool] = lambda fmt: False
+
+
+@dataclass
+class ArmScores:
+    """Columns of one arm over all texts, each [sum of positions], in the order of the texts."""
+
+    columns: dict[str, np.ndarray]
+
+
+@dataclass
+class ReplayResult:
+    """Scores per arm, saturated elements per pass and layer, seconds per pass."""
+
+    arms: dict[str, ArmScores]
+    saturated: dict[Pass, list[int]]
+    seconds: dict[Pass, float]
+
+
+def chunk_positions(width: int) -> int:
+    """Positions scored at once for logits of `width` ids: a power of two from 16 to 512 within LOGITS_BUDGET."""
+    fit = max(16, min(512, LOGITS_BUDGET // width))
+    return 1 << (fit.bit_length() - 1)
+
+
+def _feed(model: LoadedModel, tokens: torch.Tensor, cache: QuantizedCache, order: Order) -> None:
+    for piece in tokens.split(order.prefill, dim=1):
+        model.forward(piece, cache, keep=1)
+
+
+def _score_chunk(model: LoadedModel, tokens: torch.Tensor, cache: QuantizedCache, order: Order) -> torch.Tensor:
+    pieces = [p for p in tokens.tensor_split(order.pieces, dim=1) if p.shape[1]]
+    logits = [model.forward(p, cache) for p in pieces]
+    return logits[0][0] if len(logits) == 1 else torch.cat(logits, dim=1)[0]
+
+
+@torch.inference_mode()
+def score_texts(
+    target: LoadedModel,
+    draft: LoadedModel,
+    texts: Sequence[Text],
+    arms: Sequence[Arm],
+    setting: Setting,
+    progress: Callable[[float], None] = lambda done: None,
+) -> ReplayResult:
+    """Score every text under every arm; the first arm is the baseline that `kl` and `top1_agrees` refer to.
+
+    `progress` is called with tokens done, over all passes. Raises SpecqError naming arm, prompt and position when logits
+    are NaN, and naming the pass when a model asked to store NaN or infinite K or V.
+    """
+    passes = list(dict.fromkeys(p for arm in arms for p in (arm.target, arm.draft)))
+    models = {"target": target, "draft": draft}
+    collected: dict[str, list[PositionScores]] = {arm.name: [] for arm in arms}
+    saturated = {p: [0] * models[p.role].geometry.layers for p in passes}
+    seconds = dict.fromkeys(passes, 0.0)
+    size = setting.vocabulary.size
+    chunk = chunk_positions(max(setting.vocabulary.target_logits, setting.vocabulary.draft_logits))
+
+    for text in texts:
+        ids = torch.tensor([text.tokens])
+        start, positions = len(text.prompt.tokens), text.positions
+        uniforms = torch.rand(positions, generator=stream(setting.seed, "draft", text.prompt.id), dtype=torch.float64)
+        caches: dict[Pass, QuantizedCache] = {}
+        for p in passes:
+            began = time.perf_counter()
+            model, scales = models[p.role], setting.scales.get((p.role, p.format.name))
+            rounded = setting.round_query(p.format)
+            caches[p] = model.new_cache(p.format, 1, ids.shape[1] - 1, scales, rounded, p.order.splits)
+            _feed(model, ids[:, :start], caches[p], p.order)
+            seconds[p] += time.perf_counter() - began
+            progress(start)
+        for at in range(0, positions, chunk):
+            end = min(at + chunk, positions)
+            logp: dict[Pass, torch.Tensor] = {}
+            for p in passes:
+                began = time.perf_counter()
+                logits = _score_chunk(models[p.role], ids[:, start + at : start + end], caches[p], p.order)
+                transform = setting.transform if p.role == "target" else setting.draft_transform
+                logp[p] = log_probs(fit_width(logits, size), transform)
+                _refuse_nan(logp[p], p, text, at)
+                seconds[p] += time.perf_counter() - began
+                progress(end - at)
+            tokens = ids[0, start + at + 1 : start + end + 1].to(target.device)
+            for arm in arms:
+                collected[arm.name].append(
+                    score_positions(
+                        logp[arm.target],
+                        logp[arm.draft].to(target.device),
+                        tokens,
+                        logp[arms[0].target],
+                        uniforms[at:end].to(target.device),
+                        setting.rule,
+                    )
+                )
+        for p, cache in caches.items():
+            if cache.nonfinite():
+                raise SpecqError(f"the {p.role} produced NaN or infinite K or V for prompt {text.prompt.id}")
+            saturated[p] = [a + b for a, b in zip(saturated[p], cache.saturated_per_layer(), strict=True)]
+    return ReplayResult({name: _columns(chunks) for name, chunks in collected.items()}, saturated, seconds)
+
+
+def _refuse_nan(logp: torch.Tensor, p: Pass, text: Text, at: int) -> None:
+    bad = logp.isnan().any(-1)
+    if bool(bad.any()):
+        where = at + int(bad.nonzero()[0]) + 1
+        raise SpecqError(
+            f"the {p.role} with a {p.format.name} KV cache gave NaN logits for prompt {text.prompt.id} at response"
+            f" position {where}"
+        )
+
+
+def _columns(chunks: list[PositionScores]) -> ArmScores:
+    names = [f.name for f in fields(PositionScores)]
+    return ArmScores({n: torch.cat([getattr(c, n) for c in chunks]).cpu().numpy() for n in names})
