@@ -64,7 +64,9 @@ class StudyConfig(BaseModel):
     @model_validator(mode="after")
     def _k_in_range(self) -> "StudyConfig":
         if self.current_k > self.k_max:
-            raise ValueError(f"current_k {self.current_k} is beyond k_max {self.k_max}; only K up to k_max are measured")
+            raise ValueError(
+                f"current_k {self.current_k} is beyond k_max {self.k_max}; only K up to k_max are measured"
+            )
         return self
 
 

@@ -74,7 +74,9 @@ def read_records(path: str | Path) -> tuple[list[Record], PromptReport]:
     text, report = _read_text(path), PromptReport(str(path))
     kind = next((s for s in reversed(path.suffixes) if s not in (".xz", ".gz")), "")
     if kind not in (".txt", ".jsonl", ".json"):
-        raise SpecqError(f"prompt file {path} has an unknown ending; accepted are .txt, .jsonl and .json (also .xz, .gz)")
+        raise SpecqError(
+            f"prompt file {path} has an unknown ending; accepted are .txt, .jsonl and .json (also .xz, .gz)"
+        )
     records: list[Record] = []
     if kind == ".txt":
         for n, line in enumerate(text.split("\n"), 1):

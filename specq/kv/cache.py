@@ -81,9 +81,7 @@ class QuantizedLayer(CacheLayerMixin):
         """K and V as attention sees them, `[B, kv_heads, longest length + pending, head_dim]` in `dtype`."""
         end = self.cache.longest + self.pending
         fmt = self.cache.format
-        k, v = (
-            fmt.load(tuple(t[:, :, :end] for t in self.stored[p]), p, getattr(self.scales, p), dtype) for p in "kv"
-        )
+        k, v = (fmt.load(tuple(t[:, :, :end] for t in self.stored[p]), p, getattr(self.scales, p), dtype) for p in "kv")
         return k, v
 
     def round_query(self, query: torch.Tensor) -> torch.Tensor:

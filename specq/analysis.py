@@ -1,0 +1,152 @@
+"""From scored positions to emitted, mu, survival and shifts with intervals. Pure numpy; no model is needed here.
+
+`analyse` takes the columns that positions.parquet holds, so a study can be analysed again without running it again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from specq import chain, stats
+from specq.acceptance import Rule, acceptance_terms
+from specq.texts import Text
+
+Columns = Mapping[str, np.ndarray]
+
+
+def terms(columns: Columns, tokens: np.ndarray, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
+    """(a, b) per position in float64 under `rule`, from one arm's columns."""
+    wanted = ("alpha", "alpha_greedy", "alpha_strict", "logp", "logq", "draft_top1")
+    tensors = {k: torch.from_numpy(np.asarray(columns[k])) for k in wanted}
+    a, b = acceptance_terms(tensors, torch.from_numpy(tokens), rule)
+    return a.double().numpy(), b.double().numpy()
+
+
+def by_text(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[sum of lengths] -> [longest, N], time first, zero beyond each text's length."""
+    out = np.zeros((int(lengths.max()), len(lengths)))
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    for i, n in enumerate(lengths):
+        out[:n, i] = values[starts[i] : starts[i + 1]]
+    return out
+
+
+@dataclass
+class ArmResult:
+    """One arm's chain and per-document sums over one set of texts."""
+
+    name: str
+    result: chain.ChainResult
+    sums: stats.Sums
+    a: np.ndarray
+    b: np.ndarray
+
+    def emitted(self, k: int) -> float:
+        """Token-weighted steady emitted at K = k."""
+        return 1.0 if k == 0 else float(chain.emitted(self.result.tokens, self.result.ends)[k - 1])
+
+
+@dataclass
+class Analysis:
+    """All arms over one set of texts, with the shared bootstrap draws."""
+
+    texts: Sequence[Text]
+    lengths: np.ndarray
+    tokens: np.ndarray
+    documents: stats.Documents
+    resampler: stats.Resampler
+    arms: dict[str, ArmResult]
+    base: str
+    k_max: int
+
+    def shift(self, arm: str, k: int) -> stats.Estimate:
+        """mu(arm) - mu(base) at K = k, paired."""
+        return self.resampler.shift(self.arms[arm].sums, self.arms[self.base].sums, k)
+
+    def shift_minus_null(self, arm: str, k: int, null: str | None) -> stats.Estimate:
+        """The shift beyond the null arm's own: mu(arm) - mu(null), paired; the plain shift when there is no null arm."""
+        return self.resampler.shift(self.arms[arm].sums, self.arms[null or self.base].sums, k)
+
+    def emitted_curve(self, arm: str) -> np.ndarray:
+        """Emitted for K = 0..k_max, [k_max + 1]."""
+        r = self.arms[arm].result
+        return np.concatenate([[1.0], chain.emitted(r.tokens, r.ends)])
+
+    def emitted_draws(self, arm: str) -> np.ndarray:
+        """Emitted for K = 0..k_max in every bootstrap draw, [draws, k_max + 1]."""
+        return self.resampler.emitted_draws(self.arms[arm].sums)
+
+    def excess(self, arm: str) -> tuple[float, float, float]:
+        """(mean, standard error, z) over documents of sum(b - a): far from 0 when `arm`'s target did not write the text."""
+        per_text = by_text(self.arms[arm].b - self.arms[arm].a, self.lengths).sum(0)
+        mean, se = stats.mean_excess(self.documents.sum(per_text))
+        return mean, se, mean / se if se > 0 and np.isfinite(se) else 0.0
+
+
+def analyse(
+    texts: Sequence[Text],
+    columns: Mapping[str, Columns],
+    base: str,
+    rule: Rule,
+    k_max: int,
+    *,
+    seed: int,
+    draws: int,
+    sampled_own: Sequence[str] = (),
+) -> Analysis:
+    """Run the chain for every arm.
+
+    `base` sampled the texts: its b carries all arms (the control form). Arms in `sampled_own` share the texts' target
+    format as well as `base` does, so their own b applies.
+    """
+    lengths = np.array([t.positions for t in texts])
+    tokens = np.concatenate([np.array(t.response[1:]) for t in texts])
+    documents = stats.Documents.of([t.prompt.document for t in texts])
+    a0, b0 = terms(columns[base], tokens, rule)
+    arms = {}
+    for name, cols in columns.items():
+        a, b = (a0, b0) if name == base else terms(cols, tokens, rule)
+        c = b if name == base or name in sampled_own else chain.control(b0, a0, a)
+        result = chain.run_chain(by_text(a, lengths), by_text(c, lengths), lengths, k_max)
+        sums = stats.Sums(documents.sum(result.tokens), documents.sum(result.ends))
+        arms[name] = ArmResult(name, result, sums, a, b)
+    resampler = stats.Resampler(documents.count, draws, seed)
+    return Analysis(texts, lengths, tokens, documents, resampler, arms, base, k_max)
+
+
+def summarise(analysis: Analysis, arm: str, columns: Columns) -> dict:
+    """The JSON block of one arm: mu(K) with intervals, survival, acceptance, health and group figures."""
+    r = analysis.arms[arm]
+    result, ks = r.result, range(1, analysis.k_max + 1)
+    ended = np.array([t.ended for t in analysis.texts])
+    surv = chain.survival(result.ends, result.accepted)
+    prompt_mean = chain.emitted_prompt_mean(result.tokens, result.ends) - 1
+    useful = chain.emitted_useful(result, ended) - 1
+    estimates = {k: analysis.resampler.emitted(r.sums, k).as_dict() for k in ks}
+    kl = np.asarray(columns["kl"], dtype=float)
+    groups = {}
+    names = np.array([t.prompt.group or "" for t in analysis.texts])
+    for g in sorted(set(names) - {""}):
+        mine = names == g
+        emitted = chain.emitted(result.tokens[mine], result.ends[mine])
+        groups[g] = {"prompts": int(mine.sum()), "mu_accepted": _by_k(emitted - 1)}
+    return {
+        "mu_accepted": {
+            str(k): e | {"value": e["value"] - 1, "ci95": [x - 1 for x in e["ci95"]]} for k, e in estimates.items()
+        },
+        "mu_accepted_prompt_mean": _by_k(prompt_mean),
+        "mu_accepted_useful": _by_k(useful),
+        "marginal_survival": {str(k): surv[k - 1, :k].tolist() for k in ks},
+        "alpha_mean": float(r.a.mean()),
+        "ratio_mean": float(np.asarray(columns["ratio"], dtype=float).mean()),
+        "kl_from_baseline_mean": float(kl.mean()),
+        "top1_agreement_with_baseline": float(np.asarray(columns["top1_agrees"]).mean()),
+        "entropy_mean": float(np.asarray(columns["entropy"], dtype=float).mean()),
+        "groups": groups,
+    }
+
+
+def _by_k(values: np.ndarray) -> dict[str, float]:
+    return {str(k): float(v) for k, v in enumerate(values, 1)}

@@ -1,0 +1,127 @@
+"""The command line. Heavy imports happen inside the command that needs them, so that --help is quick."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specq import __version__
+from specq.errors import SpecqError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="What a quantized KV cache does to speculative decoding: acceptance, speed, and the best num_speculative_tokens.",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _numbers(text: str | None, option: str) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(x) for x in text.split(",") if x.strip())
+    except ValueError:
+        raise SpecqError(f"{option} takes whole numbers separated by commas, not {text!r}") from None
+
+
+@app.command()
+def study(
+    pair: Annotated[str, typer.Option(help="Registered pair; `specq pairs` lists them.")] = "tiny",
+    dtype: Annotated[list[str] | None, typer.Option(help="KV format to compare with BF16; repeat for more.")] = None,
+    target: Annotated[str | None, typer.Option(help="Target model: directory or hub id.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model: directory or hub id.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="Prompt file: .txt, .jsonl or .json.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Prompts to use.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt in tokens.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(help="Longest continuation in tokens.")] = None,
+    text: Annotated[str | None, typer.Option(help="Text to score: same, own, both or given.")] = None,
+    k_max: Annotated[int | None, typer.Option(help="Largest num_speculative_tokens considered.")] = None,
+    current_k: Annotated[int | None, typer.Option(help="num_speculative_tokens in use now.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Default: the target's generation_config, then 1.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 = off.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="1 = off.")] = None,
+    draft_sampling: Annotated[str | None, typer.Option(help="probabilistic, or greedy (vLLM's default).")] = None,
+    verify: Annotated[str | None, typer.Option(help="standard or strict.")] = None,
+    draft_transform: Annotated[str | None, typer.Option(help="same, or temperature (as vLLM: no top-k/top-p).")] = None,
+    query_dtype: Annotated[str | None, typer.Option(help="auto (as vLLM), bf16 or fp8.")] = None,
+    calibrate: Annotated[str | None, typer.Option(help="Prompt file to take static scales from.")] = None,
+    cost: Annotated[str | None, typer.Option(help="roofline:GPU, measured, or a timings file.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Batch sizes; the first is the one decided for.")] = None,
+    context: Annotated[str | None, typer.Option(help="Context lengths; the first is the one decided for.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    vllm_version: Annotated[str | None, typer.Option(help="vLLM version to write arguments for.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output directory; default runs/<pair>-<dtype>...")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a study of another configuration.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, for logs.")] = False,
+) -> None:
+    """Measure what KV formats do to acceptance and speed, and which K to use with them."""
+    from specq.command import study_command
+
+    options = {k: v for k, v in locals().items() if k not in ("out", "overwrite", "quiet", "dtype", "study_command")}
+    options["batch"], options["context"] = _numbers(batch, "--batch"), _numbers(context, "--context")
+    study_command(options, dtype or ["fp8"], out, overwrite, quiet)
+
+
+@app.command()
+def formats() -> None:
+    """List the KV formats."""
+    from specq.kv import FORMATS
+
+    for f in FORMATS:
+        names = f.name + (f" ({', '.join(f.aliases)})" if f.aliases else "")
+        typer.echo(f"{names:<26} vLLM: {f.vllm or 'none':<20} {f.summary}")
+
+
+@app.command()
+def pairs() -> None:
+    """List the registered pairs."""
+    from specq.pairs import registry
+
+    for p in registry().values():
+        where = " and ".join("embedded" if s.local else s.source for s in (p.target, p.draft))
+        typer.echo(f"{p.name:<18} {p.summary}\n{'':<18} {where if where != 'embedded and embedded' else 'embedded'}")
+
+
+@app.command()
+def schema(name: Annotated[str, typer.Argument(help="recommendation or speculation_profile.")]) -> None:
+    """Print the JSON schema of a file specq writes."""
+    from specq.report.schema import SCHEMAS
+
+    if name not in SCHEMAS:
+        raise SpecqError(f"unknown schema {name!r}; accepted are {', '.join(SCHEMAS)}")
+    typer.echo(json.dumps(SCHEMAS[name].model_json_schema(), indent=2))
+
+
+def main() -> None:
+    """Entry point: SpecqError becomes one message and exit code 2, Ctrl-C exit code 130."""
+    try:
+        app()
+    except SpecqError as error:
+        print(f"specq: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("specq: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

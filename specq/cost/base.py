@@ -1,0 +1,63 @@
+"""What a cost model is: seconds of one forward step of the draft or the target.
+
+A cycle with K drafted tokens costs K draft steps of one token, one target step over K + 1 positions and a fixed term;
+plain decoding costs one target step over one position (DESIGN section 6).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+Kind = Literal["draft", "target"]
+
+
+class CostModel(Protocol):
+    """Step times in seconds; `source` names where they come from and `details` what a reader needs to judge them."""
+
+    source: str
+    details: dict
+    fixed: float
+
+    def step_time(self, kind: Kind, batch: int, context: int, new_tokens: int, kv_format: str) -> float:
+        """Seconds of one step of `batch` rows with `context` cached tokens each and `new_tokens` new ones per row."""
+        ...
+
+    def step_time_draws(self, kind: Kind, batch: int, context: int, new_tokens: int, kv_format: str) -> np.ndarray:
+        """The same under resampled measurements, one value per bootstrap draw; one value in all where none is noisy."""
+        ...
+
+
+@dataclass(frozen=True)
+class Operating:
+    """Where the speed is asked for: rows in the batch, cached tokens per row, KV formats of target and draft."""
+
+    batch: int
+    context: int
+    target_format: str
+    draft_format: str
+
+
+def _cycle(cost: CostModel, at: Operating, k_max: int, step: Callable[..., np.ndarray | float]) -> np.ndarray:
+    draft = step("draft", at.batch, at.context, 1, at.draft_format)
+    times = [step("target", at.batch, at.context, k + 1, at.target_format) for k in range(k_max + 1)]
+    return np.stack([t + (k * draft + cost.fixed if k else 0.0) for k, t in enumerate(times)], axis=-1)
+
+
+def cycle_times(cost: CostModel, at: Operating, k_max: int) -> np.ndarray:
+    """Seconds of a cycle for K = 0..k_max, [k_max + 1]; entry 0 is a plain decoding step."""
+    return _cycle(cost, at, k_max, lambda *case: np.asarray(cost.step_time(*case)))
+
+
+def cycle_time_draws(cost: CostModel, at: Operating, k_max: int) -> np.ndarray:
+    """Cycle times under resampled measurements, [draws, k_max + 1] ([1, k_max + 1] for a cost without noise)."""
+    return _cycle(cost, at, k_max, cost.step_time_draws)
+
+
+def speedup(emitted: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """speedup(K) = emitted(K) T_AR / cycle time(K) over plain decoding at the same format.
+
+    emitted [..., k_max + 1] with emitted(0) = 1, times [..., k_max + 1] from `cycle_times` -> [..., k_max + 1].
+    """
+    return emitted * times[..., :1] / times
