@@ -13,6 +13,8 @@ from specq import chain, stats
 from specq.acceptance import Rule, acceptance_terms
 from specq.texts import Text
 
+# the baseline, and its repetition under another order of arithmetic
+BASE, NULL = "bf16+bf16", "null"
 Columns = Mapping[str, np.ndarray]
 
 

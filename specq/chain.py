@@ -93,8 +93,12 @@ def emitted(tokens: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def emitted_prompt_mean(tokens: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Mean over texts of each text's own T / sum e, [K]: prompts weigh alike, however many cycles they took."""
-    return (tokens[:, None] / ends).mean(0)
+    """Mean over texts of each text's own T / sum e, [K]: prompts weigh alike, however many cycles they took.
+
+    Texts without a position in the chain (tokens = 0) are left out.
+    """
+    some = tokens > 0
+    return (tokens[some, None] / ends[some]).mean(0)
 
 
 def emitted_useful(result: ChainResult, ended: np.ndarray) -> np.ndarray:

@@ -1,60 +1,15 @@
-"""recommendation.json and speculation_profile.json for one KV format, from an analysis and a cost model."""
-
-from dataclasses import dataclass
+"""recommendation.json and speculation_profile.json for one KV format, from an analysis and a decision."""
 
 import numpy as np
 
 from specq import chain, stats
-from specq.analysis import Analysis
-from specq.config import StudyConfig
-from specq.cost import CostModel, Operating, speedup
+from specq.analysis import BASE, NULL, Analysis
+from specq.cost import CostModel
+from specq.decision import Decision, StudyFacts
 from specq.kv import KVFormat, get_format
-from specq.report.schema import (
-    Cost,
-    Recommendation,
-    Sampling,
-    Shift,
-    SpeculationProfile,
-    Speedup,
-    Verdict,
-    VllmBlock,
-)
-from specq.sampling import Transform
-from specq.tune import Curve, Gain, choose_k, quantile_interval, retuning, schedule, speed_curve
+from specq.report.schema import Cost, Recommendation, Sampling, Shift, SpeculationProfile, Speedup, VllmBlock
+from specq.verdicts import find_verdicts
 from specq.vllm_options import DRAFT_KV_CACHE_DTYPE_SINCE, parse_version, vllm_block
-
-BASE, NULL = "bf16+bf16", "null"
-
-
-@dataclass
-class StudyFacts:
-    """What every format of a study shares: names, sampling, vocabulary sizes, where the scales came from."""
-
-    config: StudyConfig
-    pair: str
-    target: str
-    draft: str
-    transform: Transform
-    target_vocab: int
-    draft_vocab: int
-    scale_sources: dict[str, str]
-    warnings: list[str]
-
-
-@dataclass
-class Decision:
-    """Everything decided for one format; the recommendation and the plots are written from it."""
-
-    format: KVFormat
-    curves: dict[tuple[int, int], Curve]
-    base_curves: dict[tuple[int, int], Curve]
-    recommended: int
-    baseline_recommended: int
-    schedule: list[list[int]]
-    gain: Gain
-    pay: float
-    pay_ci95: list[float]
-    sentence: str
 
 
 def shift_block(analysis: Analysis, arm: str, k: int, text: str, null: str | None) -> Shift:
@@ -79,138 +34,6 @@ def _finite(x: float) -> float | None:
 
 def _pair(e: stats.Estimate) -> tuple[float | None, float | None]:
     return _finite(e.lo), _finite(e.hi)
-
-
-def decide(config: StudyConfig, analysis: Analysis, fmt: KVFormat, cost: CostModel) -> Decision:
-    """Curves at every batch and context, the K for the first of each, the schedule, and whether the format pays."""
-    arm = f"{fmt.name}+bf16"
-
-    def curve(name: str, target_format: str, batch: int, context: int) -> Curve:
-        at = Operating(batch, context, target_format, "bf16")
-        return speed_curve(analysis.emitted_curve(name), analysis.emitted_draws(name), cost, at)
-
-    points = [(b, c) for c in config.context for b in config.batch]
-    curves = {p: curve(arm, fmt.name, *p) for p in points}
-    base_curves = {p: curve(BASE, "bf16", *p) for p in points}
-    first, first_context = points[0], config.context[0]
-    mine, base, current = curves[first], base_curves[first], config.current_k
-    recommended, base_best = mine.best, base.best
-    plan = schedule([(b, curves[b, first_context].best) for b in sorted(set(config.batch))])
-    # tokens per second of the format at its recommended K over the baseline's at its own best K, paired draws
-    rate = mine.times[0] / base.times[0]
-    pay_draws = mine.draws[:, recommended] / base.draws[:, base_best] * base.plain_draws / mine.plain_draws
-    pay, interval = float(mine.point[recommended] / base.point[base_best] / rate), quantile_interval(pay_draws)
-    sentence = _sentence(fmt, current, recommended, pay, interval, cost.source)
-    return Decision(
-        fmt,
-        curves,
-        base_curves,
-        recommended,
-        base_best,
-        plan,
-        retuning(mine, current, recommended),
-        pay,
-        interval,
-        sentence,
-    )
-
-
-def _sentence(fmt: KVFormat, current: int, best: int, pay: float, ci: list[float], source: str) -> str:
-    change = f"{100 * (pay - 1):+.1f} % tokens per second [{100 * (ci[0] - 1):+.1f}, {100 * (ci[1] - 1):+.1f}]"
-    retune = (
-        f"and set num_speculative_tokens to {best}" if best else "and drop speculation (K = 0): nothing beats plain"
-    )
-    keep = f"keeping num_speculative_tokens at {best}" if best == current else retune
-    by = f"{change} against BF16 at its best K, by {source}"
-    if fmt.name == "bf16":
-        return f"baseline format, {keep}"
-    if ci[0] > 1 or (ci[0] >= 0.99 and pay >= 0.995):
-        return f"enable {fmt.name} {keep}: {by}"
-    if ci[1] < 1:
-        return f"do not enable {fmt.name} for speed: {by}; it still halves the KV memory"
-    return f"measure more: {by}"
-
-
-def _verdicts(
-    facts: StudyFacts,
-    analysis: Analysis,
-    fmt: KVFormat,
-    decision: Decision,
-    shift: Shift,
-    probabilistic: Analysis | None,
-) -> list[Verdict]:
-    arm, out = f"{fmt.name}+bf16", []
-    k = shift.k
-    median = float(np.median([len(t.prompt.tokens) + len(t.response) for t in analysis.texts]))
-    if median < 2000:
-        out.append(
-            Verdict(
-                code="short_context",
-                decision="contexts are too short for the KV format to matter for speed",
-                evidence=f"median text length {median:.0f} tokens, under 2000",
-            )
-        )
-    best_mu = analysis.arms[BASE].emitted(decision.baseline_recommended) - 1
-    if best_mu < 3.0:
-        out.append(
-            Verdict(
-                code="marginal_pair",
-                decision="little to lose and little to gain: the pair accepts few tokens per cycle",
-                evidence=f"mu {best_mu:.2f} accepted at its best K = {decision.baseline_recommended} with a BF16 cache,"
-                " under 3.0",
-            )
-        )
-    if fmt.codec.dtype.itemsize == 1 and facts.scale_sources.get(fmt.name) == "one":
-        out.append(
-            Verdict(
-                code="scale_one",
-                decision="scales are 1.0, as a server without calibrated scales would use; try --calibrate",
-                evidence="the checkpoint holds no K and V scales and no calibration was asked for",
-            )
-        )
-    inherited = analysis.resampler.shift(analysis.arms[f"{fmt.name}+{fmt.name}"].sums, analysis.arms[arm].sums, k)
-    if inherited.excludes_zero:
-        out.append(
-            Verdict(
-                code="draft_kv_inherited",
-                decision=f"keep the draft's cache in BF16: {fmt.name} there changes mu as well",
-                evidence=f"quantizing the draft's cache too changes mu by {inherited.value:+.4f}"
-                f" [{inherited.lo:+.4f}, {inherited.hi:+.4f}] at K = {k}",
-            )
-        )
-    if not shift.significant:
-        beyond = analysis.shift_minus_null(arm, k, NULL)
-        needed = stats.documents_needed(beyond.se, analysis.documents.count, beyond.value)
-        more = f"; about {needed} prompts would resolve a shift of this size" if needed else ""
-        out.append(
-            Verdict(
-                code="not_resolved",
-                decision="no shift of mu beyond the noise floor was found",
-                evidence=f"shift minus null shift {beyond.value:+.5f}, standard error {beyond.se:.5f}, at K = {k}{more}",
-            )
-        )
-    if probabilistic is not None:
-        out += _greedy_verdict(analysis, arm, probabilistic, decision)
-    return out
-
-
-def _greedy_verdict(analysis: Analysis, arm: str, probabilistic: Analysis, decision: Decision) -> list[Verdict]:
-    """What drafting from q instead of its argmax would give, each at its own best K and the first operating point."""
-    greedy = next(iter(decision.curves.values()))
-    times = greedy.times
-    sampled = speedup(probabilistic.emitted_curve(arm), times)
-    k = choose_k(sampled, speedup(probabilistic.emitted_draws(arm), times))
-    ratio = float(sampled[k] / greedy.point[decision.recommended])
-    if ratio <= 1.0:
-        return []
-    mu = probabilistic.arms[arm].emitted(k) - analysis.arms[arm].emitted(k) if k else 0.0
-    return [
-        Verdict(
-            code="draft_greedy",
-            decision=f"drafting from q (draft_sample_method probabilistic) would be {100 * (ratio - 1):.1f} % faster",
-            evidence=f"at K = {k} it accepts {mu:+.3f} tokens per cycle more than greedy drafting",
-        )
-    ]
 
 
 def _vllm(
@@ -266,7 +89,7 @@ def recommend(
     first = (config.batch[0], config.context[0])
     mine, base = decision.curves[first], decision.base_curves[first]
     shift = shift_block(analysis, arm, current, text, NULL)
-    warnings = list(facts.warnings)
+    warnings = [*facts.warnings[None], *facts.warnings.get(fmt.name, [])]
     if analysis.documents.count < 2:
         warnings.append("one document only: no spread between documents, so intervals and standard errors are null")
     ratio = {
@@ -313,7 +136,7 @@ def recommend(
         ),
         cost=Cost(source=cost.source, details=details),
         decision=decision.sentence,
-        verdicts=_verdicts(facts, analysis, fmt, decision, shift, probabilistic),
+        verdicts=find_verdicts(facts, analysis, fmt, decision, shift, probabilistic),
         vllm=_vllm(facts, fmt, decision.schedule, surv, warnings),
         warnings=warnings,
     )
@@ -324,19 +147,22 @@ def _mu(analysis: Analysis, arm: str) -> dict[str, float]:
 
 
 def profile(facts: StudyFacts, analysis: Analysis, fmt: KVFormat) -> SpeculationProfile:
-    """Acceptance by draft position of `<fmt>+bf16` at the current K (at k_max when the current K is 0)."""
+    """Acceptance by draft position of `<fmt>+bf16` at the current K (at k_max when the current K is 0).
+
+    Requests whose text ended at its first token belong to no cycle and have no length.
+    """
     k = facts.config.current_k or facts.config.k_max
     result = analysis.arms[f"{fmt.name}+bf16"].result
     marginal = chain.survival(result.ends, result.accepted)[k - 1, :k]
     before = np.concatenate([[1.0], marginal[:-1]])
-    per_request = result.tokens / result.ends[:, k - 1]
+    per_request = result.tokens / np.maximum(result.ends[:, k - 1], 1e-300)
     share = np.concatenate([[1.0], marginal]) - np.concatenate([marginal, [0.0]])
     return SpeculationProfile(
         conditional_accept_rates=[float(m / b) if b > 0 else None for m, b in zip(marginal, before, strict=True)],
         marginal_accept_rates=marginal.tolist(),
         mean_accept_length=float(1 + marginal.sum()),
         mean_accept_length_per_request={
-            t.prompt.id: float(m) for t, m in zip(analysis.texts, per_request, strict=True)
+            t.prompt.id: float(m) for t, m in zip(analysis.texts, per_request, strict=True) if t.positions
         },
         acceptance_length_histogram={str(n + 1): float(s) for n, s in enumerate(share)},
         measurement_conditions={

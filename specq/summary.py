@@ -5,91 +5,73 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specq import __version__, analysis, pairs
+from specq import __version__
 from specq.acceptance import Rule
+from specq.analysis import BASE, NULL, Analysis, summarise
 from specq.config import DRAWS, StudyConfig
-from specq.cost import CostModel
 from specq.kv import get_format
 from specq.models import LoadedModel
-from specq.prompts import Prompt, PromptReport
-from specq.recommendation import BASE, NULL, StudyFacts
-from specq.replay import ReplayResult
-from specq.texts import Text
+from specq.stats import significant
 from specq.tune import Curve
 
 if TYPE_CHECKING:
-    from specq.study import Models, Study
+    from specq.study import Study
 
 
-def summarise_study(
-    study: "Study", pair: pairs.Pair, models: "Models", scored: list[Prompt], report: PromptReport, texts: list[Text],
-    replay: ReplayResult, own: dict, own_analyses: dict, paired: dict, facts: StudyFacts, cost: CostModel,
-) -> dict:  # fmt: skip
-    """The JSON object of study.json, timings excepted."""
-    main, config, ks = study.analysis, study.config, range(1, study.config.k_max + 1)
-
-    def shifts(a: analysis.Analysis, names: Sequence[str]) -> dict:
-        return {
-            name: {
-                str(k): a.shift(name, k).as_dict()
-                | {"minus_null": (m := a.shift_minus_null(name, k, NULL)).as_dict(), "significant": m.excludes_zero}
-                for k in ks
-            }
-            for name in names
-        }
-
-    tested = [n for n in main.arms if n not in (BASE, NULL)]
+def summarise_study(study: "Study") -> dict:
+    """The JSON object of study.json."""
+    config, facts, models, main = study.config, study.facts, study.models, study.main
+    replay, report = main.replay, study.prompt_report
+    formats = {n: get_format(n) for n in config.dtypes}
     return {
         "schema_version": 1,
         "configuration": config.model_dump(mode="json"),
         "directories": study.directories,
         "environment": environment(models.target),
         "pair": {
-            "name": pair.name,
+            "name": study.pair.name,
             "target": _describe(facts.target, models.target, config),
             "draft": _describe(facts.draft, models.draft, config),
             "vocabulary": asdict(models.vocabulary),
         },
         "sampling": asdict(facts.transform),
         "rule": Rule(config.draft_sampling, config.verify).name,
+        "query_rounded_to_fp8": {n: study.setting.round_query(f) for n, f in formats.items()},
         "prompts": {
-            "source": report.source,
+            "source": Path(report.source).name,
             "records": report.records,
-            "kept": len(scored),
-            "scored": len(texts),
+            "kept": len(study.prompts),
             "truncated": report.truncated,
             "too_short": report.too_short,
             "skipped": [{"line": n, "reason": why} for n, why in report.skipped],
-            "tokens_per_prompt_mean": float(np.mean([len(p.tokens) for p in scored])),
+            "tokens_per_prompt_mean": float(np.mean([len(p.tokens) for p in study.prompts])),
         },
-        "tokens": {"scored": int(main.lengths.sum()), "ended_by_eos": sum(t.ended for t in texts)},
+        "tokens": {
+            "scored": int(main.analysis.lengths.sum()),
+            "per_text_median": float(np.median(main.analysis.lengths)),
+            "ended_by_eos": sum(t.ended for t in main.texts),
+        },
         "scales": facts.scale_sources,
-        "saturated_per_layer": {
-            f"{p.role}:{p.format.name}:{i}": c for i, (p, c) in enumerate(replay.saturated.items()) if any(c)
-        },
-        "arms": {n: analysis.summarise(main, n, study.columns[n]) for n in main.arms},
-        "null_arm": {str(k): main.shift(NULL, k).as_dict() for k in ks},
-        "shifts": shifts(main, tested),
+        "saturated_per_layer": {f"{p.role}:{p.format.name}": c for p, c in replay.saturated.items() if any(c)},
+        "text": main.kind,
+        "arms": {n: summarise(main.analysis, n, main.columns[n]) for n in main.analysis.arms},
+        "null_arm": {str(k): main.analysis.shift(NULL, k).as_dict() for k in range(1, config.k_max + 1)},
+        "shifts": _shifts(main.analysis),
         "arms_own_text": {
-            n: {
-                k: v
-                for k, v in analysis.summarise(own_analyses[f], n, own[f][1].arms[n].columns).items()
-                if "baseline" not in k
-            }
-            for f in own_analyses
-            for n in own_analyses[f].arms
+            n: {k: v for k, v in summarise(s.analysis, n, s.columns[n]).items() if "baseline" not in k}
+            for s in study.own.values()
+            for n in s.analysis.arms
         },
-        "shifts_own_text": {
-            n: s for f, a in paired.items() for n, s in shifts(a, [x for x in a.arms if x not in (BASE, NULL)]).items()
-        },
-        "text_sampled_from_target": dict(zip(("sum_b_minus_a_mean", "se", "z"), main.excess(BASE), strict=True)),
+        "shifts_own_text": {name: block for a in study.paired.values() for name, block in _shifts(a).items()},
+        "text_sampled_from_target": dict(
+            zip(("sum_b_minus_a_mean", "se", "z"), main.analysis.excess(BASE), strict=True)
+        ),
         "decisions": {
             name: {
                 "sentence": d.sentence,
@@ -99,11 +81,34 @@ def summarise_study(
             }
             for name, d in study.decisions.items()
         },
-        "cost": {"source": cost.source, "fixed_seconds": cost.fixed, "details": cost.details},
-        "bootstrap": {"draws": DRAWS, "unit": "document", "documents": main.documents.count, "seed": config.seed},
+        "cost": {"source": study.cost.source, "fixed_seconds": study.cost.fixed, "details": study.cost.details},
+        "bootstrap": {
+            "draws": DRAWS,
+            "unit": "document",
+            "documents": main.analysis.documents.count,
+            "seed": config.seed,
+        },
         "seconds_per_pass": {f"{p.role}:{p.format.name}:splits{p.order.splits}": s for p, s in replay.seconds.items()},
-        "warnings": facts.warnings,
+        "timings_seconds": study.timings,
+        "warnings": facts.warnings[None],
+        "warnings_by_format": {n: w for n, w in facts.warnings.items() if n is not None},
     }
+
+
+def _shifts(a: Analysis) -> dict:
+    """Shift of mu against the baseline for every other arm and K; beyond the null arm's own shift under minus_null."""
+    out: dict[str, dict] = {}
+    for name in a.arms:
+        if name in (BASE, NULL):
+            continue
+        out[name] = {}
+        for k in range(1, a.k_max + 1):
+            beyond = a.shift_minus_null(name, k, NULL)
+            out[name][str(k)] = a.shift(name, k).as_dict() | {
+                "minus_null": beyond.as_dict(),
+                "significant": significant(beyond),
+            }
+    return out
 
 
 def _curve(curve: Curve, base: Curve) -> dict:

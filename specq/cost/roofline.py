@@ -16,6 +16,7 @@ import numpy as np
 from specq.cost.base import Kind
 from specq.errors import SpecqError
 from specq.kv import get_format
+from specq.models import LoadedModel
 
 # Share of the data-sheet rates that decoding kernels reach; not calibrated on any machine yet.
 BANDWIDTH_EFFICIENCY = 0.80
@@ -58,6 +59,13 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
+
+    @classmethod
+    def of(cls, model: LoadedModel) -> "ModelShape":
+        """Shape of a loaded model; an embedding table that is not also the LM head is not read whole."""
+        g, config = model.geometry, model.model.config.get_text_config()
+        table = 0 if config.tie_word_embeddings else g.vocab * g.hidden
+        return cls(model.parameters - table, g.layers, g.heads, g.kv_heads, g.head_dim)
 
 
 class Roofline:

@@ -1,0 +1,106 @@
+"""What to do: the K for every operating point, the schedule by batch size, and whether the format pays."""
+
+from dataclasses import dataclass
+
+from specq.analysis import BASE, Analysis
+from specq.config import StudyConfig
+from specq.cost import CostModel, Operating
+from specq.inputs import Models
+from specq.kv import KVFormat, get_format
+from specq.models import Geometry
+from specq.sampling import Transform
+from specq.tune import MAX_LOSS, Curve, Gain, quantile_interval, retuning, schedule, speed_curve
+
+
+@dataclass
+class StudyFacts:
+    """What every format of a study shares: names, sampling, vocabulary sizes, where the scales came from.
+
+    `warnings` are keyed by format name, those of the whole study by None.
+    """
+
+    config: StudyConfig
+    pair: str
+    target: str
+    draft: str
+    transform: Transform
+    target_vocab: int
+    draft_vocab: int
+    scale_sources: dict[str, str]
+    warnings: dict[str | None, list[str]]
+
+
+@dataclass
+class Decision:
+    """Everything decided for one format; the recommendation and the plots are written from it."""
+
+    format: KVFormat
+    curves: dict[tuple[int, int], Curve]
+    base_curves: dict[tuple[int, int], Curve]
+    recommended: int
+    baseline_recommended: int
+    schedule: list[list[int]]
+    gain: Gain
+    pay: float
+    pay_ci95: list[float]
+    sentence: str
+
+
+def decide(config: StudyConfig, models: Models, analysis: Analysis, fmt: KVFormat, cost: CostModel) -> Decision:
+    """Curves at every batch and context, the K for the first of each, the schedule, and whether the format pays."""
+    arm = f"{fmt.name}+bf16"
+
+    def curve(name: str, target_format: str, batch: int, context: int) -> Curve:
+        at = Operating(batch, context, target_format, "bf16")
+        return speed_curve(analysis.emitted_curve(name), analysis.emitted_draws(name), cost, at)
+
+    points = [(b, c) for c in config.context for b in config.batch]
+    curves = {p: curve(arm, fmt.name, *p) for p in points}
+    base_curves = {p: curve(BASE, "bf16", *p) for p in points}
+    first, first_context = points[0], config.context[0]
+    mine, base, current = curves[first], base_curves[first], config.current_k
+    recommended, base_best = mine.best, base.best
+    plan = schedule([(b, curves[b, first_context].best) for b in sorted(set(config.batch))])
+    # tokens per second of the format at its recommended K over the baseline's at its own best K, paired draws
+    rate = mine.times[0] / base.times[0]
+    pay_draws = mine.draws[:, recommended] / base.draws[:, base_best] * base.plain_draws / mine.plain_draws
+    pay, interval = float(mine.point[recommended] / base.point[base_best] / rate), quantile_interval(pay_draws)
+    sentence = _sentence(fmt, current, recommended, pay, interval, cost.source, kv_share(models.target.geometry, fmt))
+    return Decision(
+        fmt,
+        curves,
+        base_curves,
+        recommended,
+        base_best,
+        plan,
+        retuning(mine, current, recommended),
+        pay,
+        interval,
+        sentence,
+    )
+
+
+def kv_share(geometry: Geometry, fmt: KVFormat) -> float:
+    """KV bytes per token in `fmt`, scales included, as a share of BF16's."""
+    return sum(geometry.kv_bytes_per_token(fmt)) / sum(geometry.kv_bytes_per_token(get_format("bf16")))
+
+
+def _sentence(fmt: KVFormat, current: int, best: int, pay: float, ci: list[float], source: str, share: float) -> str:
+    by = "step times measured on this machine" if source == "measured" else source
+    if best == current:
+        k = f"keep num_speculative_tokens at {best}"
+    elif best:
+        k = f"set num_speculative_tokens to {best} (now {current})"
+    else:
+        k = "drop speculation (K = 0): no K beats plain decoding"
+    if fmt.name == "bf16":
+        return f"{k}, by {by}"
+    speed = (
+        f"{100 * (pay - 1):+.1f} % [{100 * (ci[0] - 1):+.1f}, {100 * (ci[1] - 1):+.1f}] tokens per second against BF16"
+    )
+    evidence = f"{speed}, each at its best K, by {by}; its KV cache takes {100 * share:.0f} % of BF16's bytes"
+    if ci[0] > 1 or (ci[0] >= 1 - MAX_LOSS and pay >= 1 - MAX_LOSS / 2):
+        return f"enable {fmt.name} and {k}: {evidence}"
+    if ci[1] < 1:
+        return f"do not enable {fmt.name} for speed: {evidence}. If memory decides, {k}"
+    return f"measure more before enabling {fmt.name}: {evidence}. Meanwhile {k}"

@@ -1,0 +1,141 @@
+"""What a finished study says about one KV format, with everything that may be absent resolved in one place.
+
+A study on own text only scores its formats under `arms_own_text`; the baseline as the format under test has no shift; one
+document gives no intervals. Plots and page ask a `FormatView` and need not know.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+BASE, NULL = "bf16+bf16", "null"
+UNKNOWN = {"value": None, "se": None, "ci95": [None, None]}
+MAIN_TEXTS = ("same", "given")
+
+
+@dataclass(frozen=True)
+class FormatView:
+    """One format of a study: `study` is study.json, `recommendation` the format's recommendation.json."""
+
+    study: dict
+    recommendation: dict
+
+    @property
+    def name(self) -> str:
+        """Name of the target's KV format."""
+        return self.recommendation["target_kv_dtype"]
+
+    @property
+    def arm(self) -> str:
+        """The headline arm: only the target's cache is in the format."""
+        return f"{self.name}+bf16"
+
+    @property
+    def inherited_arm(self) -> str:
+        """The arm whose draft has the format too."""
+        return f"{self.name}+{self.name}"
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the format under test is BF16 itself."""
+        return self.arm == BASE
+
+    @property
+    def own_text_only(self) -> bool:
+        """Whether the format was scored on text of its own only, so that nothing is paired position by position."""
+        return self.arm not in self.study["arms"]
+
+    @property
+    def k_max(self) -> int:
+        """Largest K measured."""
+        return self.study["configuration"]["k_max"]
+
+    @property
+    def current(self) -> int:
+        """num_speculative_tokens in use."""
+        return self.recommendation["current_num_speculative_tokens"]
+
+    @property
+    def recommended(self) -> int:
+        """num_speculative_tokens recommended."""
+        return self.recommendation["recommended_num_speculative_tokens"]
+
+    @property
+    def shown_k(self) -> int:
+        """The K at which mu is quoted: the current one, or, where that is 0, the recommended one or k_max."""
+        return self.current or self.recommended or self.k_max
+
+    @property
+    def alpha_column(self) -> str:
+        """The column of positions.parquet that holds alpha under the study's rule."""
+        config = self.study["configuration"]
+        if config["draft_sampling"] == "greedy":
+            return "alpha_greedy"
+        return "alpha_strict" if config["verify"] == "strict" else "alpha"
+
+    @property
+    def curves(self) -> list[dict]:
+        """Speedup curves, the first being the operating point of the recommendation."""
+        return self.study["decisions"][self.name]["curves"]
+
+    def summary(self, arm: str) -> dict:
+        """An arm's block of study.json, on own text where that is the only one; empty when there is none."""
+        return self.study["arms"].get(arm) or self.study["arms_own_text"].get(arm) or {}
+
+    def mu(self, arm: str) -> dict[int, dict]:
+        """Mean accepted per cycle by K: value, se, ci95."""
+        found = self.summary(arm).get("mu_accepted")
+        if found:
+            return by_k(found)
+        name = "baseline_mu_accepted" if arm == BASE else "mu_accepted"
+        return {int(k): UNKNOWN | {"value": v} for k, v in self.recommendation[name].items()}
+
+    def shifts(self, arm: str) -> dict[int, dict]:
+        """Shift of mu by K (value, se, ci95, minus_null, significant); empty for the baseline."""
+        return by_k(self.study["shifts"].get(arm) or self.study["shifts_own_text"].get(arm) or {})
+
+    def null_shifts(self) -> dict[int, dict]:
+        """The null arm's shift of mu by K."""
+        return by_k(self.study["null_arm"])
+
+    def survival(self, arm: str) -> tuple[np.ndarray, np.ndarray]:
+        """(marginal S_k, conditional S_k / S_(k-1)) for k = 1..shown_k at K = shown_k; NaN where not defined."""
+        found = self.summary(arm).get("marginal_survival", {}).get(str(self.shown_k))
+        marginal = np.array(found if found else [np.nan] * self.shown_k, dtype=float)
+        before = np.concatenate([[1.0], marginal[:-1]])
+        return marginal, np.divide(marginal, before, out=np.full_like(marginal, np.nan), where=before > 0)
+
+    def rows(self, positions: Mapping[str, np.ndarray], arm: str) -> np.ndarray:
+        """Indices of an arm's rows in positions.parquet: the shared text, own text where there is no other."""
+        mine = positions["arm"] == arm
+        shared = mine & np.isin(positions["text"].astype(str), MAIN_TEXTS)
+        return np.flatnonzero(shared if shared.any() else mine)
+
+
+def by_k(values: Mapping[str, dict]) -> dict[int, dict]:
+    """JSON's string keys as numbers."""
+    return {int(k): v for k, v in values.items()}
+
+
+def series(entries: Mapping[int, dict]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(K, value, low, high) of entries with value and ci95, as float arrays with NaN for null."""
+    values = _floats(e["value"] for e in entries.values())
+    low, high = (_floats(e["ci95"][i] for e in entries.values()) for i in (0, 1))
+    return np.array(list(entries), dtype=float), values, low, high
+
+
+def _floats(values: Iterable[float | None]) -> np.ndarray:
+    return np.array([np.nan if v is None else v for v in values], dtype=float)
+
+
+def number(value: float | None, digits: int = 4, sign: bool = True) -> str:
+    """A figure for people: fixed decimals, no negative zero, n/a for null and NaN."""
+    if value is None or not np.isfinite(value):
+        return "n/a"
+    return f"{value:{'+' if sign else ''}z.{digits}f}"
+
+
+def interval(bounds: Iterable[float | None], digits: int = 4, sign: bool = True) -> str:
+    """A 95 % interval for people."""
+    return "[" + ", ".join(number(b, digits, sign) for b in bounds) + "]"
