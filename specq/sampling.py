@@ -59,7 +59,7 @@ def log_probs(logits: torch.Tensor, transform: Transform) -> torch.Tensor:
         kth = x.topk(transform.top_k, -1).values[..., -1:]
         x = x.masked_fill(x < kth, float("-inf"))
     if transform.top_p < 1.0:
-        ordered, ids = x.sort(-1, descending=True, stable=True)
+        ordered, ids = x.sort(dim=-1, descending=True, stable=True)
         p = ordered.softmax(-1)
         outside = p.cumsum(-1) - p >= transform.top_p
         outside[..., 0] = False
