@@ -126,7 +126,7 @@ def summarise(analysis: Analysis, arm: str, columns: Columns) -> dict:
     surv = chain.survival(result.ends, result.accepted)
     prompt_mean = chain.emitted_prompt_mean(result.tokens, result.ends) - 1
     useful = chain.emitted_useful(result, ended) - 1
-    estimates = {k: analysis.resampler.emitted(r.sums, k).as_dict() for k in ks}
+    estimates = {k: analysis.resampler.emitted(r.sums, k) for k in ks}
     kl = np.asarray(columns["kl"], dtype=float)
     groups = {}
     names = np.array([t.prompt.group or "" for t in analysis.texts])
@@ -135,9 +135,7 @@ def summarise(analysis: Analysis, arm: str, columns: Columns) -> dict:
         emitted = chain.emitted(result.tokens[mine], result.ends[mine])
         groups[g] = {"prompts": int(mine.sum()), "mu_accepted": _by_k(emitted - 1)}
     return {
-        "mu_accepted": {
-            str(k): e | {"value": e["value"] - 1, "ci95": [x - 1 for x in e["ci95"]]} for k, e in estimates.items()
-        },
+        "mu_accepted": {str(k): _mu_block(e, k) for k, e in estimates.items()},
         "mu_accepted_prompt_mean": _by_k(prompt_mean),
         "mu_accepted_useful": _by_k(useful),
         "marginal_survival": {str(k): surv[k - 1, :k].tolist() for k in ks},
@@ -148,6 +146,12 @@ def summarise(analysis: Analysis, arm: str, columns: Columns) -> dict:
         "entropy_mean": float(np.asarray(columns["entropy"], dtype=float).mean()),
         "groups": groups,
     }
+
+
+def _mu_block(emitted: stats.Estimate, k: int) -> dict:
+    """mu(K) from emitted(K); its interval is cut at the values mu can take, 0 and K."""
+    lo, hi = (float(np.clip(x - 1, 0, k)) if np.isfinite(x) else x for x in (emitted.lo, emitted.hi))
+    return {"value": emitted.value - 1, "se": emitted.se, "ci95": [lo, hi]}
 
 
 def _by_k(values: np.ndarray) -> dict[str, float]:

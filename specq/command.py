@@ -1,13 +1,16 @@
 """What `specq study` does around the study: defaults of the pair, the output directory, the answer in the terminal."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from specq import files, pairs
 from specq.config import StudyConfig, make_config
+from specq.cost.gpus import get_gpu
 from specq.errors import SpecqError
 from specq.progress import Reporter
 from specq.report.schema import Recommendation
@@ -16,25 +19,23 @@ from specq.vllm_options import parse_version
 
 def resolve(options: dict[str, Any], dtypes: list[str]) -> tuple[StudyConfig, dict[str, str]]:
     """(configuration, sub-directory per format name) from command-line options; None means not given."""
+    pair = pairs.find(options["pair"], options["target"], options["draft"])
+    _check_cost(options["cost"] or pair.defaults.get("cost", StudyConfig().cost))
     from specq.kv import get_format
 
-    pair = pairs.find(options["pair"], options["target"], options["draft"])
     names = {get_format(d).name: d.strip().lower() for d in reversed(dtypes)}
     given = {k: v for k, v in options.items() if v is not None}
     given = pair.defaults | given | {"dtypes": tuple(get_format(d).name for d in dtypes), "pair": pair.name}
     if options["target"] and options["draft"]:
         given["pair"] = None
     config = make_config(**given)
-    _check_cost(config.cost)
     parse_version(config.vllm_version)
     return config, {name: names[name] for name in config.dtypes}
 
 
 def _check_cost(cost: str) -> None:
-    from specq.cost import roofline
-
     if cost.startswith("roofline:"):
-        roofline.get_gpu(cost.removeprefix("roofline:"))
+        get_gpu(cost.removeprefix("roofline:"))
     elif cost != "measured" and not Path(cost).is_file():
         raise SpecqError(f"--cost {cost!r} is neither measured, nor roofline:GPU, nor a file of timings")
 
@@ -50,7 +51,12 @@ def study_command(options: dict[str, Any], dtypes: list[str], out: Path | None, 
             raise SpecqError(
                 f"{out} holds a study of another configuration; choose another --out, or --overwrite to replace it"
             )
-        show(out, finished["directories"])
+        directories = finished["directories"]
+        if not all((out / d / "report.html").is_file() for d in directories.values()):
+            from specq.study import draw
+
+            draw(out)
+        show(out, directories)
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())) and not overwrite:
         raise SpecqError(f"{out} exists and is no finished study; choose another --out, or --overwrite to replace it")
@@ -68,45 +74,50 @@ def show(out: Path, directories: dict[str, str]) -> None:
         rec = Recommendation.model_validate(files.read_json(sub / "recommendation.json"))
         _show_one(console, rec, sub)
     console.print(
-        f"all figures: {out / 'study.json'}, {out / 'positions.parquet'}, {out / 'texts.parquet'}", soft_wrap=True
+        f"all figures: {out / 'study.json'}, {out / 'positions.parquet'}, {out / 'texts.parquet'}",
+        soft_wrap=True,
+        markup=False,
     )
 
 
-def _number(x: float | None, digits: int = 4, sign: bool = True) -> str:
-    return "n/a" if x is None else f"{x:+.{digits}f}" if sign else f"{x:.{digits}f}"
+def _number(x: float | None, digits: int = 4) -> str:
+    return "n/a" if x is None else f"{x:+.{digits}f}"
+
+
+def _interval(ci: Sequence[float | None], digits: int = 4) -> str:
+    return f"[{_number(ci[0], digits)}, {_number(ci[1], digits)}]"
 
 
 def _show_one(console: Console, rec: Recommendation, sub: Path) -> None:
     k, shift = str(rec.mu_shift.k), rec.mu_shift
+    resolved = "beyond the noise floor" if shift.significant else "not resolved: within the noise"
+    rows = [
+        (
+            f"accepted per cycle, K={k}",
+            f"{rec.baseline_mu_accepted[k]:.3f} with BF16, {rec.mu_accepted[k]:.3f} with {rec.target_kv_dtype}",
+        ),
+        ("shift of mu", f"{_number(shift.value)} {_interval(shift.ci95)}, {resolved}"),
+        ("null arm", f"{_number(shift.null_value, 6)} {_interval(shift.null_ci95, 6)}"),
+    ]
+    if rec.mu_shift_own is not None:
+        rows.append(("shift on own text", f"{_number(rec.mu_shift_own.value)} {_interval(rec.mu_shift_own.ci95)}"))
+    gain = rec.speedup
+    percent = [None if x is None else 100 * x for x in gain.ci95]
+    rows.append(
+        (
+            "num_speculative_tokens",
+            f"{rec.recommended_num_speculative_tokens} recommended, {rec.current_num_speculative_tokens} now; speedup"
+            f" {gain.dtype_at_recommended:.2f}x against {gain.dtype_at_current:.2f}x ({100 * gain.retuning_gain:+.1f} %"
+            f" {_interval(percent, 1)}, cost {rec.cost.source})",
+        )
+    )
+    rows.append(("decision", rec.decision))
+    rows += [("warning", w) for w in rec.warnings]
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    resolved = "beyond the noise floor" if shift.significant else "not resolved: within the noise"
-    if shift.k:
-        table.add_row(
-            f"accepted per cycle, K={k}",
-            f"{rec.baseline_mu_accepted[k]:.3f} with BF16, {rec.mu_accepted[k]:.3f} with {rec.target_kv_dtype}",
-        )
-    interval = f"[{_number(shift.ci95[0])}, {_number(shift.ci95[1])}]"
-    table.add_row("shift of mu", f"{_number(shift.value)} {interval}, {resolved}")
-    table.add_row(
-        "null arm",
-        f"{_number(shift.null_value, 6)} [{_number(shift.null_ci95[0], 6)}, {_number(shift.null_ci95[1], 6)}]",
-    )
-    if rec.mu_shift_own is not None:
-        own = rec.mu_shift_own
-        table.add_row("shift on own text", f"{_number(own.value)} [{_number(own.ci95[0])}, {_number(own.ci95[1])}]")
-    best = rec.recommended_num_speculative_tokens
-    gain = rec.speedup
-    table.add_row(
-        "num_speculative_tokens",
-        f"{best} recommended, {rec.current_num_speculative_tokens} now;"
-        f" speedup {gain.dtype_at_recommended:.2f}x against {gain.dtype_at_current:.2f}x"
-        f" ({100 * gain.retuning_gain:+.1f} % [{100 * gain.ci95[0]:+.1f}, {100 * gain.ci95[1]:+.1f}], cost {rec.cost.source})",
-    )
-    table.add_row("decision", rec.decision)
-    for warning in rec.warnings:
-        table.add_row("warning", warning)
-    console.rule(f"{rec.pair}: {rec.target_kv_dtype} against BF16", align="left")
+    for name, value in rows:
+        table.add_row(escape(name), escape(value))
+    console.rule(escape(f"{rec.pair}: {rec.target_kv_dtype} against BF16"), align="left")
     console.print(table)
-    console.print(f"report: {sub / 'report.html'}\nJSON:   {sub / 'recommendation.json'}", soft_wrap=True)
+    console.print(f"report: {sub / 'report.html'}\nJSON:   {sub / 'recommendation.json'}", soft_wrap=True, markup=False)

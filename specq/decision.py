@@ -32,11 +32,16 @@ class StudyFacts:
 
 @dataclass
 class Decision:
-    """Everything decided for one format; the recommendation and the plots are written from it."""
+    """Everything decided for one format; the recommendation and the plots are written from it.
+
+    `reference_k` is the K that shifts of mu are told for: the current one; without speculation now, the recommended one;
+    failing that, k_max.
+    """
 
     format: KVFormat
     curves: dict[tuple[int, int], Curve]
     base_curves: dict[tuple[int, int], Curve]
+    reference_k: int
     recommended: int
     baseline_recommended: int
     schedule: list[list[int]]
@@ -70,6 +75,7 @@ def decide(config: StudyConfig, models: Models, analysis: Analysis, fmt: KVForma
         fmt,
         curves,
         base_curves,
+        current or recommended or config.k_max,
         recommended,
         base_best,
         plan,

@@ -87,7 +87,6 @@ def read_prompts(config: StudyConfig, models: Models) -> tuple[list[Prompt], Pro
         given=config.text == "given",
         max_response=config.output_tokens,
     )
-    report.used = min(len(found), config.num_prompts)
     return found[: config.num_prompts], report, found[config.num_prompts :]
 
 

@@ -33,13 +33,17 @@ class Record:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A tokenised prompt. `document` is the unit of resampling; `response` holds given tokens for `--text given`."""
+    """A tokenised prompt. `document` is the unit of resampling; `response` holds given tokens for `--text given`.
+
+    `truncated` says that the record's prompt was longer; a prompt cut from a document (`text`) is not called truncated.
+    """
 
     id: str
     document: str
     group: str | None
     tokens: tuple[int, ...]
     response: tuple[int, ...] | None = None
+    truncated: bool = False
 
 
 @dataclass
@@ -48,8 +52,6 @@ class PromptReport:
 
     source: str
     records: int = 0
-    used: int = 0
-    truncated: int = 0
     too_short: int = 0
     skipped: list[tuple[int, str]] = field(default_factory=list)
 
@@ -168,7 +170,7 @@ def encode_prompts(
 
     A `text` record is a document to cut a prompt from: it must have at least `prompt_tokens` tokens and is cut there.
     Other prompts are used whole, or cut to their last `prompt_tokens` tokens. With `given`, records need a response.
-    Chosen deterministically; what was skipped or cut is counted in `report`.
+    Chosen deterministically; what was skipped is listed in `report`.
     """
     chosen: list[Prompt] = []
     for i in np.random.default_rng(seed).permutation(len(records)):
@@ -188,11 +190,11 @@ def encode_prompts(
         if bad is not None:
             report.skipped.append((record.line, f"token id {bad} is outside the vocabulary of {vocabulary}"))
             continue
-        if len(ids) > prompt_tokens:
-            report.truncated += 1
+        long = len(ids) > prompt_tokens
+        if long:
             ids = ids[:prompt_tokens] if record.kind == "text" else [ids[0], *ids[len(ids) - prompt_tokens + 1 :]]
-        chosen.append(Prompt(record.id, record.id, record.group, tuple(ids), response))
-    report.used = len(chosen)
+        truncated = long and record.kind != "text"
+        chosen.append(Prompt(record.id, record.id, record.group, tuple(ids), response, truncated))
     if not chosen:
         detail = f"{report.too_short} shorter than {prompt_tokens} tokens" if report.too_short else ""
         if report.skipped:

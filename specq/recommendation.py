@@ -88,7 +88,8 @@ def recommend(
     surv = chain.survival(result.ends, result.accepted)
     first = (config.batch[0], config.context[0])
     mine, base = decision.curves[first], decision.base_curves[first]
-    shift = shift_block(analysis, arm, current, text, NULL)
+    k = decision.reference_k
+    shift = shift_block(analysis, arm, k, text, NULL)
     warnings = [*facts.warnings[None], *facts.warnings.get(fmt.name, [])]
     if analysis.documents.count < 2:
         warnings.append("one document only: no spread between documents, so intervals and standard errors are null")
@@ -99,8 +100,7 @@ def recommend(
     details = cost.details | {
         "operating_point": {"batch": first[0], "context": first[1]},
         "plain_step_time_over_bf16": ratio,
-        "tokens_per_second_over_bf16_at_best": {"value": decision.pay, "ci95": decision.pay_ci95},
-        "share_of_draws_choosing_k": {str(k): s for k, s in decision.gain.choice_shares.items()},
+        "tokens_per_second_over_bf16_at_best": {"value": decision.pay, "ci95": [_finite(x) for x in decision.pay_ci95]},
     }
     return Recommendation(
         pair=facts.pair,
@@ -123,7 +123,7 @@ def recommend(
         mu_accepted=_mu(analysis, arm),
         mu_shift=shift,
         mu_shift_own=own,
-        mu_shift_inherited_draft=shift_block(analysis, f"{fmt.name}+{fmt.name}", current, text, NULL),
+        mu_shift_inherited_draft=shift_block(analysis, f"{fmt.name}+{fmt.name}", k, text, NULL),
         current_num_speculative_tokens=current,
         recommended_num_speculative_tokens=decision.recommended,
         recommended_schedule=[tuple(r) for r in decision.schedule],
@@ -132,7 +132,7 @@ def recommend(
             dtype_at_current=float(mine.point[current]),
             dtype_at_recommended=float(mine.point[decision.recommended]),
             retuning_gain=decision.gain.value,
-            ci95=tuple(decision.gain.ci95),
+            ci95=tuple(map(_finite, decision.gain.ci95)),
         ),
         cost=Cost(source=cost.source, details=details),
         decision=decision.sentence,

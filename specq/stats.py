@@ -142,7 +142,12 @@ class Resampler:
         return studentised(float(value), residuals, draws, draw_residuals, self.weights)
 
     def emitted_draws(self, sums: Sums) -> np.ndarray:
-        """Emitted for K = 0..k_max in every draw, [R, k_max + 1]; column 0 is 1."""
+        """Emitted for K = 0..k_max in every draw, [R, k_max + 1]; column 0 is 1.
+
+        NaN beyond column 0 when there is one document only: resampling it shows no spread, which is not certainty.
+        """
+        if self.documents < 2:
+            return np.concatenate([np.ones((1, 1)), np.full((1, sums.ends.shape[1]), np.nan)], axis=1)
         m = (self.weights @ sums.tokens)[:, None] / (self.weights @ sums.ends)
         return np.concatenate([np.ones((len(m), 1)), m], axis=1)
 

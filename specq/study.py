@@ -14,6 +14,7 @@ from specq.acceptance import Rule
 from specq.analysis import BASE, NULL, Analysis
 from specq.config import DRAWS, StudyConfig
 from specq.cost import CostModel, measured, roofline, table
+from specq.cost.gpus import get_gpu
 from specq.decision import Decision, StudyFacts
 from specq.errors import SpecqError
 from specq.inputs import (
@@ -144,7 +145,7 @@ def build_cost(config: StudyConfig, models: Models, formats: Sequence[KVFormat],
     """The cost model that `--cost` names."""
     if config.cost.startswith("roofline:"):
         shapes = (roofline.ModelShape.of(m) for m in (models.target, models.draft))
-        return roofline.Roofline(roofline.get_gpu(config.cost.removeprefix("roofline:")), *shapes)
+        return roofline.Roofline(get_gpu(config.cost.removeprefix("roofline:")), *shapes)
     if config.cost != "measured":
         return table.read_timings(config.cost)
     names = sorted({BF16.name, *(f.name for f in formats)})
@@ -205,8 +206,22 @@ def run_study(
         )  # fmt: skip
         decide(study, formats)
         watch.lap("decide")
-        write(folder, study, watch)
+        write(folder, study)
+    draw(out)
     return study
+
+
+def draw(out: Path) -> None:
+    """Draw the report of a complete study; a failure here costs no measurement."""
+    from specq.report import write_report
+
+    try:
+        write_report(out)
+    except Exception as error:
+        raise SpecqError(
+            f"the study in {out} is complete, but its report could not be drawn ({type(error).__name__}: {error}); the same"
+            " command again draws it"
+        ) from error
 
 
 def decide(study: Study, formats: Sequence[KVFormat]) -> None:
@@ -220,12 +235,12 @@ def decide(study: Study, formats: Sequence[KVFormat]) -> None:
     for fmt in formats:
         paired = study.paired.get(fmt.name)
         basis, kind = (paired, "own") if config.text == "own" else (main, study.main.kind)
+        made = study.decisions[fmt.name] = decision.decide(config, study.models, basis, fmt, study.cost)
         own = None
         if paired is not None:
-            own = recommendation.shift_block(paired, f"{fmt.name}+bf16", config.current_k, "own", NULL)
-        study.decisions[fmt.name] = decision.decide(config, study.models, basis, fmt, study.cost)
+            own = recommendation.shift_block(paired, f"{fmt.name}+bf16", made.reference_k, "own", NULL)
         study.recommendations[fmt.name] = recommendation.recommend(
-            study.facts, basis, own, study.decisions[fmt.name], study.cost, kind, probabilistic
+            study.facts, basis, own, made, study.cost, kind, probabilistic
         )
 
 
@@ -253,8 +268,10 @@ def gather_facts(
                 "the given responses do not look sampled from the target at these settings (sum of b - a per document"
                 f" {mean:+.2f}, standard error {se:.2f}): mu describes this text, not the target's own"
             )
-    if len(main.texts) < 10:
-        warnings[None].append(f"{len(main.texts)} prompts are few: intervals from so small a sample are rough")
+    if 1 < main.analysis.documents.count < 10:
+        warnings[None].append(
+            f"only {main.analysis.documents.count} documents: intervals from so small a sample are rough"
+        )
     return StudyFacts(
         config=config,
         pair=pair.name,
@@ -281,9 +298,8 @@ def _served_name(side: pairs.Side) -> str:
     return str(Path(side.source).resolve()) if side.local else side.source
 
 
-def write(folder: Path, study: Study, watch: Stopwatch) -> None:
-    """All files of a study."""
-    from specq.report import write_report
+def write(folder: Path, study: Study) -> None:
+    """All files of a study but its report."""
     from specq.summary import summarise_study
 
     sets = [study.main, *study.own.values()]
@@ -291,12 +307,9 @@ def write(folder: Path, study: Study, watch: Stopwatch) -> None:
     files.write_positions(folder / "positions.parquet", [(s.texts, s.columns, s.analysis, s.kind) for s in sets])
     for name, rec in study.recommendations.items():
         sub = folder / study.directories[name]
-        (sub / "plots").mkdir(parents=True)
+        sub.mkdir()
         files.write_json(sub / "recommendation.json", rec.model_dump(mode="json"))
         basis = study.own[name].analysis if study.config.text == "own" else study.main.analysis
         profile = recommendation.profile(study.facts, basis, get_format(name))
         files.write_json(sub / "speculation_profile.json", profile.model_dump(mode="json"))
-    files.write_json(folder / "study.json", summarise_study(study))
-    write_report(folder)
-    watch.lap("report")
     files.write_json(folder / "study.json", summarise_study(study))

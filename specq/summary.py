@@ -47,7 +47,7 @@ def summarise_study(study: "Study") -> dict:
             "source": Path(report.source).name,
             "records": report.records,
             "kept": len(study.prompts),
-            "truncated": report.truncated,
+            "truncated": sum(p.truncated for p in study.prompts),
             "too_short": report.too_short,
             "skipped": [{"line": n, "reason": why} for n, why in report.skipped],
             "tokens_per_prompt_mean": float(np.mean([len(p.tokens) for p in study.prompts])),
@@ -77,6 +77,7 @@ def summarise_study(study: "Study") -> dict:
                 "sentence": d.sentence,
                 "recommended": d.recommended,
                 "recommended_for_baseline": d.baseline_recommended,
+                "share_of_draws_choosing_k": {str(k): share for k, share in d.gain.choice_shares.items()},
                 "curves": [_curve(x, d.base_curves[point]) for point, x in d.curves.items()],
             }
             for name, d in study.decisions.items()

@@ -1,10 +1,13 @@
 """What specq writes for vLLM, by version: the one table of differences (checked against the sources of 0.24 and 0.32)."""
 
 import json
+from typing import TYPE_CHECKING
 
 from specq.errors import SpecqError
-from specq.kv import KVFormat
 from specq.report.schema import VllmBlock
+
+if TYPE_CHECKING:
+    from specq.kv import KVFormat
 
 # First version whose speculative_config knows the key; older ones refuse unknown keys.
 DRAFT_KV_CACHE_DTYPE_SINCE = (0, 26)
@@ -29,8 +32,8 @@ def vllm_block(
     version: str,
     target: str,
     draft: str,
-    fmt: KVFormat,
-    draft_fmt: KVFormat,
+    fmt: "KVFormat",
+    draft_fmt: "KVFormat",
     schedule: list[list[int]],
     draft_sampling: str,
     survival: list[float],

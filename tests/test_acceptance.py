@@ -8,8 +8,8 @@ from scipy.stats import chisquare
 
 from specq.acceptance import (
     Rule,
-    accepted_prefix,
     acceptance_terms,
+    accepted_prefix,
     residual,
     score_positions,
     verify_cycle,

@@ -7,47 +7,18 @@ K and V of every row's context in the format's bytes, scales included. operation
 4 * heads * head_dim per layer, cached token and new token for attention.
 """
 
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from specq.cost.base import Kind
-from specq.errors import SpecqError
+from specq.cost.gpus import Gpu
 from specq.kv import get_format
 from specq.models import LoadedModel
 
 # Share of the data-sheet rates that decoding kernels reach; not calibrated on any machine yet.
 BANDWIDTH_EFFICIENCY = 0.80
 MATRIX_EFFICIENCY = 0.60
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One accelerator's data-sheet figures; GB/s, TFLOP/s, GB."""
-
-    name: str
-    bandwidth: float
-    bf16: float
-    memory: float
-    fp8: bool
-    source: str
-    capability: float | None = None
-
-
-def gpus() -> dict[str, Gpu]:
-    """All known accelerators by name."""
-    entries = tomllib.loads((Path(__file__).parent / "gpus.toml").read_text(encoding="utf-8"))
-    return {name: Gpu(name=name, **figures) for name, figures in entries.items()}
-
-
-def get_gpu(name: str) -> Gpu:
-    """The accelerator called `name`. Raises SpecqError listing the known ones."""
-    known = gpus()
-    if name.lower() not in known:
-        raise SpecqError(f"unknown GPU {name!r}; known are {', '.join(known)}")
-    return known[name.lower()]
 
 
 @dataclass(frozen=True)

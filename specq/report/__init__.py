@@ -6,12 +6,13 @@ Everything is drawn from a study's files, so a page can be made again without ru
 from pathlib import Path
 
 from specq import files
-from specq.report.html import write_html
-from specq.report.plots import write_plots
 
 
 def write_report(folder: Path) -> None:
     """Plots and report.html for every format of the study in `folder`, from its JSON and parquet files."""
+    from specq.report.html import write_html
+    from specq.report.plots import write_plots
+
     study = files.read_json(folder / "study.json")
     positions = files.read_positions(folder / "positions.parquet")
     for directory in study["directories"].values():

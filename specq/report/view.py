@@ -27,6 +27,11 @@ class FormatView:
         return self.recommendation["target_kv_dtype"]
 
     @property
+    def label(self) -> str:
+        """The format's name for people."""
+        return "BF16" if self.is_baseline else self.name
+
+    @property
     def arm(self) -> str:
         """The headline arm: only the target's cache is in the format."""
         return f"{self.name}+bf16"
@@ -95,6 +100,19 @@ class FormatView:
         """Shift of mu by K (value, se, ci95, minus_null, significant); empty for the baseline."""
         return by_k(self.study["shifts"].get(arm) or self.study["shifts_own_text"].get(arm) or {})
 
+    @property
+    def shift(self) -> dict:
+        """The headline arm's shift of mu at `shown_k`."""
+        return {"minus_null": UNKNOWN, "significant": False} | UNKNOWN | self.shifts(self.arm).get(self.shown_k, {})
+
+    @property
+    def own_shift(self) -> dict | None:
+        """The shift on own text at `shown_k`, where the study has both kinds of text: also `k` and `significant`."""
+        if self.own_text_only or self.is_baseline:
+            return None
+        at = self.study["shifts_own_text"].get(self.arm, {}).get(str(self.shown_k))
+        return at | {"k": self.shown_k} if at else self.recommendation["mu_shift_own"]
+
     def null_shifts(self) -> dict[int, dict]:
         """The null arm's shift of mu by K."""
         return by_k(self.study["null_arm"])
@@ -130,12 +148,13 @@ def _floats(values: Iterable[float | None]) -> np.ndarray:
 
 
 def number(value: float | None, digits: int = 4, sign: bool = True) -> str:
-    """A figure for people: fixed decimals, no negative zero, n/a for null and NaN."""
+    """A figure for people: fixed decimals, n/a for null and NaN."""
     if value is None or not np.isfinite(value):
         return "n/a"
-    return f"{value:{'+' if sign else ''}z.{digits}f}"
+    return f"{value + 0.0:{'+' if sign else ''}.{digits}f}"
 
 
 def interval(bounds: Iterable[float | None], digits: int = 4, sign: bool = True) -> str:
-    """A 95 % interval for people."""
-    return "[" + ", ".join(number(b, digits, sign) for b in bounds) + "]"
+    """A 95 % interval for people; n/a where neither end can be given."""
+    ends = [number(b, digits, sign) for b in bounds]
+    return "n/a" if set(ends) == {"n/a"} else f"[{', '.join(ends)}]"

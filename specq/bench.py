@@ -1,0 +1,110 @@
+"""Benchmarks of specq itself, on this machine: `make bench` (all) or `python -m specq.bench NAME ...`.
+
+    help       seconds and heaviness of `specq --help`
+    chain      the estimator for 64 texts x 512 positions and all K <= 16
+    study      the default study of the embedded pair: seconds, peak memory, seconds of one more format
+    precision  27 prompts x 1500 prompt tokens x 512 new tokens at T = 1: standard error of the FP8 shift at K = 4
+
+Timings are of a shared machine; compare them within one run. The last line of every bench is one JSON object.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+
+def _seconds(call: Callable[[], object], repeats: int = 5) -> float:
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return float(np.median(times))
+
+
+def bench_help() -> dict:
+    """Start-up of the command line, which must not import torch."""
+    command = [sys.executable, "-m", "specq.cli", "--help"]
+    return {"help_seconds": _seconds(lambda: subprocess.run(command, capture_output=True, check=True))}
+
+
+def bench_chain() -> dict:
+    """64 texts x 512 positions, K = 1..16."""
+    from specq.chain import run_chain
+
+    a = np.random.default_rng(0).random((512, 64))
+    return {"chain_seconds": _seconds(lambda: run_chain(a, a, np.full(64, 512), 16))}
+
+
+def _study(folder: Path, *args: str) -> tuple[float, float, dict]:
+    """(seconds, peak GB, study.json) of a study in a process of its own."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "specq.cli", "study", "--out", str(folder), "--overwrite", *args]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    seconds = time.perf_counter() - began
+    peak = max(before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 1e6
+    return seconds, peak, json.loads((folder / "study.json").read_text())
+
+
+def bench_study() -> dict:
+    """The default study, and what a second format adds to it beside one scoring pass of target and draft."""
+    with tempfile.TemporaryDirectory() as root:
+        one, peak, study = _study(Path(root) / "one", "--dtype", "fp8")
+        two, _, both = _study(Path(root) / "two", "--dtype", "fp8", "--dtype", "int8")
+    base = sum(s for name, s in both["seconds_per_pass"].items() if ":bf16:splits1" in name)
+    more = sum(s for name, s in both["seconds_per_pass"].items() if ":int8" in name)
+    return {
+        "study_seconds": one,
+        "study_peak_gb": peak,
+        "study_with_second_format_seconds": two,
+        "second_format_pass_over_baseline_pass": more / base,
+        "timings": study["timings_seconds"],
+    }
+
+
+def bench_precision() -> dict:
+    """Resolution on the embedded pair: FP8 at scale 1, INT8 per token and head, and bf16 as identity, K = 4, T = 1."""
+    sizes = ["--num-prompts", "27", "--prompt-tokens", "1500", "--output-tokens", "512", "--temperature", "1"]
+    formats = ["--dtype", "fp8", "--dtype", "int8", "--dtype", "bf16", "--current-k", "4", "--cost", "roofline:h100"]
+    with tempfile.TemporaryDirectory() as root:
+        seconds, peak, study = _study(Path(root) / "study", *sizes, *formats)
+    shifts = {arm: by_k["4"] for arm, by_k in study["shifts"].items()}
+    return {
+        "precision_seconds": seconds,
+        "precision_peak_gb": peak,
+        "tokens": study["tokens"]["scored"],
+        "null_arm": study["null_arm"]["4"],
+        "mu_baseline": study["arms"]["bf16+bf16"]["mu_accepted"]["4"],
+        "shifts": shifts,
+        "identity": study["decisions"]["bf16"]["recommended"],
+    }
+
+
+BENCHES: dict[str, Callable[[], dict]] = {
+    "help": bench_help,
+    "chain": bench_chain,
+    "study": bench_study,
+    "precision": bench_precision,
+}
+
+
+def main(names: list[str]) -> None:
+    """Run the named benches (all by default) and print one JSON line each."""
+    unknown = sorted(set(names) - set(BENCHES))
+    if unknown:
+        sys.exit(f"unknown bench {', '.join(unknown)}; known are {', '.join(BENCHES)}")
+    for name in names or BENCHES:
+        print(f"{name}: {BENCHES[name].__doc__.splitlines()[0]}", file=sys.stderr)
+        print(json.dumps(BENCHES[name]()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,208 @@
+"""The decision: K from curves and costs, schedules, what is written for vLLM, against numbers worked out by hand."""
+
+import json
+
+import numpy as np
+import pytest
+
+from specq.cost import Operating, cycle_time_draws, cycle_times, speedup
+from specq.cost.gpus import get_gpu, gpus
+from specq.cost.roofline import ModelShape, Roofline
+from specq.cost.table import TableCost, Timing, read_timings
+from specq.errors import SpecqError
+from specq.kv import get_format
+from specq.tune import choose_k, draw_choices, retuning, schedule, speed_curve
+from specq.vllm_options import vllm_block
+
+AT = Operating(1, 1024, "bf16", "bf16")
+
+
+def constant_alpha(alpha, k_max):
+    """emitted(K) = 1 + alpha + ... + alpha^K, K = 0..k_max."""
+    return np.cumsum(alpha ** np.arange(k_max + 1))
+
+
+def ratio_cost(c, fixed=0.0):
+    """Draft step c, target step 1 whatever it verifies."""
+    make = lambda kind, s: Timing(kind=kind, batch=1, context=1, new_tokens=1, kv_format="bf16", seconds=s)  # noqa: E731
+    return TableCost([make("target", 1.0), make("draft", c)], "file:test", {}, fixed)
+
+
+def curve(alpha, c, k_max=8, spread=0.0, fixed=0.0, draws=400):
+    """A speed curve; `spread` is the relative standard deviation of emitted between draws, common to all K."""
+    emitted = constant_alpha(alpha, k_max)
+    noise = 1 + spread * np.random.default_rng(0).standard_normal((draws, 1))
+    sampled = 1 + (emitted - 1) * noise
+    return speed_curve(emitted, sampled, ratio_cost(c, fixed), AT)
+
+
+def test_t01_too_large_a_k_is_not_recommended():
+    """T-01: alpha .7, c .3: speedups 1.308, 1.369, 1.333, 1.261, 1.176 for K = 1..5, so K = 2; c .05 still rises at 5."""
+    mine = curve(0.7, 0.3, 5)
+    assert mine.point[1:] == pytest.approx([1.308, 1.369, 1.333, 1.261, 1.176], abs=6e-4)
+    assert mine.best == 2
+    cheap = curve(0.7, 0.05, 5)
+    assert cheap.point[5] == pytest.approx(2.353, abs=5e-4) and cheap.best == 5
+
+
+@pytest.mark.parametrize(("alpha", "c"), [(0.3, 0.5), (0.6, 1.0), (0.95, 2.0)])
+def test_t02_nothing_helps_means_zero(alpha, c):
+    """T-02: alpha .3 with c .5, or a draft as dear as its target: every K loses, so K = 0."""
+    mine = curve(alpha, c)
+    assert (mine.point[1:] < 1).all() and mine.point[0] == 1 and mine.best == 0
+
+
+def test_t03_acceptance_and_time_are_told_apart():
+    """T-03: emitted 4.625 -> 4.15 at equal step time is 0.897x; with steps 15 % shorter 1.056x; break-even 0.8973."""
+    before, after = 4.625, 4.15
+    one = np.array([1.0, 1.0])
+    assert speedup(np.array([1.0, after]), one)[1] / speedup(np.array([1.0, before]), one)[1] == pytest.approx(
+        0.897, abs=5e-4
+    )
+    faster = after / (0.85 * 1.0) / before
+    assert faster == pytest.approx(1.056, abs=5e-4)
+    assert after / before == pytest.approx(0.8973, abs=5e-5)
+
+
+def test_the_smallest_k_that_cannot_be_told_from_the_best():
+    """DESIGN's rule: a smaller K wins when its paired log-ratio to the best includes 0 and its point loss is <= 1 %."""
+    point = np.array([1.0, 1.50, 1.995, 2.0, 1.9])
+    rng = np.random.default_rng(1)
+    common = 1 + 0.2 * rng.standard_normal((2000, 1))
+    blurred = point * common * (1 + 0.01 * rng.standard_normal((2000, 5)))  # 0.25 % apart, 1.4 % noise: not told apart
+    assert choose_k(point, blurred) == 2
+    tight = point * common  # K = 2 is worse in every draw: told apart, though within 1 %
+    assert choose_k(point, tight) == 3
+    loose = point * (1 + 0.05 * rng.standard_normal((2000, 5)))
+    assert choose_k(point, loose) == 2  # K = 1 loses 25 %: never, however noisy
+    assert choose_k(np.array([1.0, 0.999, 0.5]), np.array([[1.0, 1.01, 0.5], [1.0, 0.98, 0.5]])) == 0
+
+
+def test_draws_that_choose_for_themselves():
+    """Each draw's own K is the smallest within 1 % of that draw's best."""
+    draws = np.array([[1.0, 1.2, 1.205], [1.0, 1.2, 1.3], [1.0, 0.9, 0.8]])
+    assert draw_choices(draws).tolist() == [1, 2, 0]
+
+
+def test_retuning_gain_is_the_ratio_of_the_curve():
+    """Without noise the gain is exactly speedup(recommended) / speedup(current) - 1, and all draws choose that K."""
+    mine = curve(0.7, 0.3, 5)
+    gain = retuning(mine, 5, mine.best)
+    expected = mine.point[2] / mine.point[5] - 1
+    assert gain.value == pytest.approx(expected) and gain.ci95 == pytest.approx([expected] * 2)
+    assert gain.choice_shares == {2: 1.0}
+    assert retuning(mine, 2, 2).value == 0.0
+
+
+def test_fixed_time_per_cycle_lowers_speculation_only():
+    """A fixed term per cycle is charged to K > 0 and not to plain decoding."""
+    times = cycle_times(ratio_cost(0.1, fixed=0.5), AT, 3)
+    assert times.tolist() == pytest.approx([1.0, 1.6, 1.7, 1.8])
+
+
+def test_the_schedule_is_in_vllms_form():
+    """Inclusive ranges from 1, gapless, equal neighbours merged, whatever the order of the batch sizes."""
+    assert schedule([(8, 3), (1, 5), (32, 3), (128, 0)]) == [[1, 1, 5], [2, 32, 3], [33, 128, 0]]
+    assert schedule([(16, 4)]) == [[1, 16, 4]]
+
+
+def table(seconds):
+    records = [
+        Timing(kind="target", batch=2, context=64, new_tokens=n, kv_format="bf16", seconds=s) for n, s in seconds
+    ]
+    return TableCost(records, "file:t", {})
+
+
+def test_table_interpolates_and_refuses_what_it_lacks():
+    """Between its new_tokens a table is linear, beyond them flat; a missing format or context is named."""
+    t = table([(1, 1.0), (5, 3.0)])
+    assert [t.step_time("target", 2, 64, n, "bf16") for n in (1, 3, 5, 9)] == [1.0, 2.0, 3.0, 3.0]
+    with pytest.raises(SpecqError, match="no target timing for fp8_e4m3"):
+        t.step_time("target", 2, 64, 1, "fp8_e4m3")
+    more = TableCost(
+        [*(Timing(kind="draft", batch=b, context=64, new_tokens=1, kv_format="bf16", seconds=1.0) for b in (1, 2))],
+        "x",
+        {},
+    )
+    with pytest.raises(SpecqError, match="batch 4.*it has batch 1 context 64, batch 2 context 64"):
+        more.step_time("draft", 4, 64, 1, "bf16")
+
+
+def test_timing_noise_reaches_the_decision():
+    """Resampled step times widen the speedup's interval; without them the table counts as exact."""
+    rng = np.random.default_rng(0)
+    records = [
+        Timing(kind=k, batch=1, context=1, new_tokens=1, kv_format="bf16", seconds=s)
+        for k, s in (("target", 1.0), ("draft", 0.2))
+    ]
+    noisy = TableCost(records, "m", {}, draws=np.array([[1.0], [0.2]]) * (1 + 0.05 * rng.standard_normal((2, 500))))
+    assert cycle_time_draws(noisy, AT, 2).shape == (500, 3) and cycle_time_draws(ratio_cost(0.2), AT, 2).shape == (1, 3)
+    emitted = constant_alpha(0.7, 2)
+    exact = speed_curve(emitted, np.repeat(emitted[None], 500, 0), ratio_cost(0.2), AT).interval(2)
+    wide = speed_curve(emitted, np.repeat(emitted[None], 500, 0), noisy, AT).interval(2)
+    assert exact[0] == exact[1] and wide[0] < exact[0] < wide[1]
+
+
+def test_timings_files_are_read_or_refused(tmp_path):
+    """A bare list or {records, fixed}; aliases of formats are understood; wrong fields are named, with no traceback."""
+    record = {"kind": "target", "batch": 1, "context": 8, "new_tokens": 1, "kv_format": "fp8", "seconds": 0.5}
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"records": [record], "fixed": 0.25}))
+    cost = read_timings(str(path))
+    assert cost.fixed == 0.25 and cost.step_time("target", 1, 8, 1, "fp8_e4m3") == 0.5
+    path.write_text(json.dumps([record]))
+    assert read_timings(str(path)).fixed == 0
+    for bad, why in (
+        ([record | {"seconds": -1}], "seconds"),
+        ([record | {"extra": 1}], "extra"),
+        ([], "records"),
+        ("{", "JSON"),
+    ):
+        path.write_text(bad if isinstance(bad, str) else json.dumps(bad))
+        with pytest.raises(SpecqError, match=why):
+            read_timings(str(path))
+
+
+LLAMA_70B = ModelShape(69_503_033_344, 80, 64, 8, 128)
+LLAMA_1B = ModelShape(1_235_814_400, 16, 32, 8, 64)
+
+
+def test_roofline_counts_bytes_and_operations():
+    """70B on an H200 at batch 1 is bound by its weights' bytes; K/V of 32 x 32k tokens in FP8 costs half of BF16's;
+    512 new tokens at batch 32 are bound by the matrix rate."""
+    gpu = get_gpu("h200")
+    r = Roofline(gpu, LLAMA_70B, LLAMA_1B)
+    weights = 2 * LLAMA_70B.weights / (gpu.bandwidth * 1e9 * 0.8)
+    assert r.step_time("target", 1, 1, 1, "bf16") == pytest.approx(weights, rel=1e-4)
+    kv = [r.step_time("target", 32, 32768, 1, f) - r.step_time("target", 32, 1, 1, f) for f in ("bf16", "fp8_e4m3")]
+    assert kv[1] / kv[0] == pytest.approx(0.5) and kv[0] == pytest.approx(32 * 10.737e9 / (4.8e12 * 0.8), rel=1e-3)
+    work = 32 * 512 * 2 * LLAMA_70B.weights / (gpu.bf16 * 1e12 * 0.6)
+    assert r.step_time("target", 32, 1, 512, "bf16") == pytest.approx(work, rel=0.02)
+    with pytest.raises(SpecqError, match="h100.*h200"):
+        get_gpu("h1000")
+    assert all(g.bandwidth > 500 and g.source for g in gpus().values())
+
+
+def block(version="0.32", schedule_=((1, 1, 3),), fmt="fp8"):
+    return vllm_block(
+        version=version, target="T", draft="D", fmt=get_format(fmt), draft_fmt=get_format("bf16"),
+        schedule=[list(r) for r in schedule_], draft_sampling="probabilistic", survival=[0.7, 0.5, 0.4],
+    )  # fmt: skip
+
+
+def test_vllm_arguments_by_version():
+    """0.24 refuses unknown keys, so the draft's kv_cache_dtype is written from 0.26 on; K = 0 drops the whole config."""
+    new, old = block(), block("0.24")
+    assert new.speculative_config["kv_cache_dtype"] == "bfloat16" and "kv_cache_dtype" not in old.speculative_config
+    assert new.speculative_config["draft_sample_method"] == "probabilistic"
+    assert new.speculative_config["num_speculative_tokens"] == 3 == len(new.synthetic_acceptance_rates)
+    assert new.serve_args[:3] == ["T", "--kv-cache-dtype", "fp8"]
+    assert json.loads(new.serve_args[-1]) == new.speculative_config
+    assert "TRITON_ATTN" in block(fmt="int8").serve_args and "TRITON_ATTN" not in new.serve_args
+    several = block(schedule_=((1, 8, 3), (9, 64, 0)))
+    assert several.speculative_config["num_speculative_tokens_per_batch_size"] == [[1, 8, 3], [9, 64, 0]]
+    none = block(schedule_=((1, 8, 0),))
+    assert none.speculative_config is None and "--speculative-config" not in none.serve_args
+    for bad in ("0.9", "new", "0.23.1"):
+        with pytest.raises(SpecqError):
+            block(bad)
