@@ -8,6 +8,9 @@ A chain holds P_t(j), the probability that j = 0..K drafts of the running cycle 
     emitted(K)   = T / sum_t e_t,   mu(K) = emitted(K) - 1
     S_k          = sum_t a_t P_t(k-1) / sum_t e_t,   so that sum_k S_k = mu exactly
 
+The end of a text cuts its last cycle: T counts its tokens, sum e not its end. That lifts emitted by at most about
+emitted / 2T in relative terms (`edge_bias`); differences between arms on the same text hardly feel it.
+
 with c_t(A) = b_t(0) + a_t(A) - a_t(0) (see `control`): b knows from the text's own token whether the position was an
 accepted draft of the arm that sampled it, and the difference of the a's carries it over to arm A. c may leave [0, 1]
 and is not clipped; its mean given the prefix is a_t(A).
@@ -37,7 +40,8 @@ class ChainResult:
     tokens: [N] positions T.
     ends: [N, k_max] expected cycles, sum_t e_t.
     accepted: [N, k_max, k_max] sum_t a_t P_t(k-1) at [n, K-1, k-1]; 0 for k > K.
-    last_end: [N, k_max] e_t at the text's last position (for `useful` emitted).
+    last_end: [N, k_max] P(a cycle ends at the text's last position | that token), for `useful` emitted. Not e_T, which
+        averages over what the last token might have been: where EOS decides that the text stops here, it is given.
     """
 
     tokens: np.ndarray
@@ -79,11 +83,11 @@ def run_chain(a: np.ndarray, c: np.ndarray, lengths: np.ndarray, k_max: int) -> 
         else:
             ends[live] += end[live]
             accepted[live] += hits[live]
-        is_last = t == lengths - 1
-        if is_last.any():
-            last_end[is_last] = end[is_last]
         state[:, :, 1:] = ct * open_state
         state[:, :, 0] = 1.0 - state[:, :, 1:].sum(-1)
+        is_last = t == lengths - 1
+        if is_last.any():
+            last_end[is_last] = state[is_last, :, 0]
     return ChainResult(np.asarray(lengths, dtype=float), ends, accepted, last_end)
 
 
@@ -95,17 +99,19 @@ def emitted(tokens: np.ndarray, ends: np.ndarray) -> np.ndarray:
 def emitted_prompt_mean(tokens: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Mean over texts of each text's own T / sum e, [K]: prompts weigh alike, however many cycles they took.
 
-    Texts without a position in the chain (tokens = 0) are left out.
+    Texts without a position in the chain (tokens = 0) are left out. Infinite where a text is so short that no cycle of K
+    drafts can end in it.
     """
     some = tokens > 0
-    return (tokens[some, None] / ends[some]).mean(0)
+    with np.errstate(divide="ignore"):
+        return (tokens[some, None] / ends[some]).mean(0)
 
 
 def emitted_useful(result: ChainResult, ended: np.ndarray) -> np.ndarray:
     """Emitted per cycle counting only tokens up to EOS, [K].
 
-    A text that ends by EOS cuts its last cycle, which still costs a whole one: T / (sum e + 1 - e_T). `ended` [N] says
-    which texts ended by EOS; for the others the cut is an artefact of the length limit and is not charged.
+    A text that ends by EOS cuts its last cycle, which still costs a whole one: T / (sum e + 1 - last_end). `ended` [N]
+    says which texts ended by EOS; for the others the cut is an artefact of the length limit and is not charged.
     """
     cut = np.where(ended[:, None], 1.0 - result.last_end, 0.0)
     return result.tokens.sum() / (result.ends + cut).sum(0)
@@ -114,3 +120,11 @@ def emitted_useful(result: ChainResult, ended: np.ndarray) -> np.ndarray:
 def survival(ends: np.ndarray, accepted: np.ndarray) -> np.ndarray:
     """Marginal S_k over all texts, [k_max, k_max] at [K-1, k-1]; conditional rates are S_k / S_{k-1}."""
     return accepted.sum(0) / ends.sum(0)[:, None]
+
+
+def edge_bias(emitted_per_cycle: float, positions: float) -> float:
+    """Upper estimate of the relative lift of steady emitted by the cut last cycle: M / 2T.
+
+    From the renewal function, N(T) = T / M - (M^2 - s^2) / 2 M^2 for cycles of mean M and variance s^2 (Feller 1971, XI.3).
+    """
+    return emitted_per_cycle / (2 * positions)

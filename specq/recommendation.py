@@ -149,20 +149,22 @@ def _mu(analysis: Analysis, arm: str) -> dict[str, float]:
 def profile(facts: StudyFacts, analysis: Analysis, fmt: KVFormat) -> SpeculationProfile:
     """Acceptance by draft position of `<fmt>+bf16` at the current K (at k_max when the current K is 0).
 
-    Requests whose text ended at its first token belong to no cycle and have no length.
+    Rates are cut at 1, which the last, cut cycle of short texts can lift them over. A request too short for a cycle to
+    end in has no length.
     """
     k = facts.config.current_k or facts.config.k_max
     result = analysis.arms[f"{fmt.name}+bf16"].result
-    marginal = chain.survival(result.ends, result.accepted)[k - 1, :k]
+    marginal = np.minimum(1.0, chain.survival(result.ends, result.accepted)[k - 1, :k])
     before = np.concatenate([[1.0], marginal[:-1]])
-    per_request = result.tokens / np.maximum(result.ends[:, k - 1], 1e-300)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        per_request = result.tokens / result.ends[:, k - 1]
     share = np.concatenate([[1.0], marginal]) - np.concatenate([marginal, [0.0]])
     return SpeculationProfile(
         conditional_accept_rates=[float(m / b) if b > 0 else None for m, b in zip(marginal, before, strict=True)],
         marginal_accept_rates=marginal.tolist(),
         mean_accept_length=float(1 + marginal.sum()),
         mean_accept_length_per_request={
-            t.prompt.id: float(m) for t, m in zip(analysis.texts, per_request, strict=True) if t.positions
+            t.prompt.id: _finite(m) for t, m in zip(analysis.texts, per_request, strict=True)
         },
         acceptance_length_histogram={str(n + 1): float(s) for n, s in enumerate(share)},
         measurement_conditions={

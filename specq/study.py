@@ -12,6 +12,7 @@ from pathlib import Path
 from specq import analysis, decision, files, pairs, recommendation
 from specq.acceptance import Rule
 from specq.analysis import BASE, NULL, Analysis
+from specq.chain import edge_bias
 from specq.config import DRAWS, StudyConfig
 from specq.cost import CostModel, measured, roofline, table
 from specq.cost.gpus import get_gpu
@@ -36,6 +37,7 @@ from specq.texts import Text, sample_texts
 
 BF16 = get_format("bf16")
 SATURATION_WARNING = 1e-6  # share of saturated elements worth a word
+EDGE_WARNING = 0.02  # relative lift of mu by cut last cycles worth a word
 GIVEN_TEXT_Z = 3.0  # beyond this, given responses were not sampled from the target
 
 
@@ -125,8 +127,12 @@ def score(
     reporter: Reporter,
 ) -> TextSet:  # fmt: skip
     """Replay `texts` under `arms` and run the chain; the first arm is the one that sampled the texts."""
-    if not any(t.positions for t in texts):
-        raise SpecqError("every text ended at its first token, so there is no position to score; try other prompts")
+    longest = max(t.positions for t in texts)
+    if longest <= config.k_max:
+        raise SpecqError(
+            f"the longest text has {longest} positions to score, too few for a cycle of {config.k_max} drafts; give other"
+            " prompts or a smaller --k-max"
+        )
     arms = list({a.name: a for a in arms}.values())
     passes = len({p for arm in arms for p in (arm.target, arm.draft)})
     total = passes * sum(len(t.prompt.tokens) + t.positions for t in texts)
@@ -268,6 +274,13 @@ def gather_facts(
                 "the given responses do not look sampled from the target at these settings (sum of b - a per document"
                 f" {mean:+.2f}, standard error {se:.2f}): mu describes this text, not the target's own"
             )
+    positions = float(main.analysis.lengths.mean())
+    edge = edge_bias(main.analysis.arms[BASE].emitted(config.current_k), positions)
+    if edge > EDGE_WARNING:
+        warnings[None].append(
+            f"texts of {positions:.0f} positions on average are short for K = {config.current_k}: the cut last cycle lifts mu"
+            f" and S_k by up to about {100 * edge:.1f} %; shifts between formats hardly feel it"
+        )
     if 1 < main.analysis.documents.count < 10:
         warnings[None].append(
             f"only {main.analysis.documents.count} documents: intervals from so small a sample are rough"

@@ -199,6 +199,18 @@ def test_interval_is_at_least_students():
         assert e.hi >= e.value + t * e.se * (1 - 1e-7)
 
 
+def test_interval_reaches_further_on_the_side_of_the_tail():
+    """Documents with a long tail to the right may lack their largest ones, so the truth is more likely above: the interval
+    of their mean reaches further up, and mirrored documents' further down by the same."""
+    tokens = np.random.default_rng(17).exponential(100, 30)
+    one, mirrored = (Sums(t, np.full((30, 1), 50.0)) for t in (tokens, 1000 - tokens))
+    r = Resampler(30, DRAWS, 0)
+    up, down = r.emitted(one, 1), r.emitted(mirrored, 1)
+    assert up.hi - up.value > 1.1 * (up.value - up.lo)
+    assert down.value - down.lo == pytest.approx(up.hi - up.value, rel=1e-9)
+    assert down.hi - down.value == pytest.approx(up.value - up.lo, rel=1e-9)
+
+
 def test_pairing_cancels_what_documents_share():
     """An arm whose documents all need (1 + d) times the cycles shifts emitted by -M d / (1 + d), and its standard error is
     that share of the baseline's, not the root of two sums: exact."""

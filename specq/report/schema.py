@@ -110,7 +110,7 @@ class SpeculationProfile(_Strict):
     conditional_accept_rates: list[float | None]
     marginal_accept_rates: list[float]
     mean_accept_length: float
-    mean_accept_length_per_request: dict[str, float]
+    mean_accept_length_per_request: dict[str, float | None]
     acceptance_length_histogram: dict[str, float]
     measurement_conditions: dict
 
