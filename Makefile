@@ -19,6 +19,7 @@ test: $(READY) lint
 lint: $(READY)
 	@$(VENV)/bin/ruff check --quiet .
 
+# make bench ARGS="study precision:1" runs some of the benches
 bench: $(READY)
 	@$(VENV)/bin/python -m specq.bench $(ARGS)
 

@@ -3,7 +3,8 @@
     help       seconds and heaviness of `specq --help`
     chain      the estimator for 64 texts x 512 positions and all K <= 16
     study      the default study of the embedded pair: seconds, peak memory, seconds of one more format
-    precision  27 prompts x 1500 prompt tokens x 512 new tokens at T = 1: standard error of the FP8 shift at K = 4
+    precision  27 prompts x 1500 prompt tokens x 512 new tokens at T = 1, K = 4: standard error of the FP8 shift, and
+               INT8 and identity beside it; `precision:SEED` draws other documents and other noise
 
 Timings are of a shared machine; compare them within one run. The last line of every bench is one JSON object.
 """
@@ -70,25 +71,28 @@ def bench_study() -> dict:
     }
 
 
-def bench_precision() -> dict:
+def bench_precision(seed: str = "0") -> dict:
     """Resolution on the embedded pair: FP8 at scale 1, INT8 per token and head, and bf16 as identity, K = 4, T = 1."""
     sizes = ["--num-prompts", "27", "--prompt-tokens", "1500", "--output-tokens", "512", "--temperature", "1"]
     formats = ["--dtype", "fp8", "--dtype", "int8", "--dtype", "bf16", "--current-k", "4", "--cost", "roofline:h100"]
     with tempfile.TemporaryDirectory() as root:
-        seconds, peak, study = _study(Path(root) / "study", *sizes, *formats)
-    shifts = {arm: by_k["4"] for arm, by_k in study["shifts"].items()}
+        folder = Path(root) / "study"
+        seconds, peak, study = _study(folder, *sizes, *formats, "--seed", seed)
+        identity = json.loads((folder / "bf16" / "recommendation.json").read_text())["mu_shift"]
     return {
         "precision_seconds": seconds,
         "precision_peak_gb": peak,
+        "seed": seed,
         "tokens": study["tokens"]["scored"],
-        "null_arm": study["null_arm"]["4"],
         "mu_baseline": study["arms"]["bf16+bf16"]["mu_accepted"]["4"],
-        "shifts": shifts,
-        "identity": study["decisions"]["bf16"]["recommended"],
+        "null_arm": study["null_arm"]["4"],
+        "identity": {"value": identity["value"], "ci95": identity["ci95"]},
+        "shifts": {arm: by_k["4"] for arm, by_k in study["shifts"].items()},
+        "kl_from_baseline": {arm: block["kl_from_baseline_mean"] for arm, block in study["arms"].items()},
     }
 
 
-BENCHES: dict[str, Callable[[], dict]] = {
+BENCHES: dict[str, Callable[..., dict]] = {
     "help": bench_help,
     "chain": bench_chain,
     "study": bench_study,
@@ -98,12 +102,13 @@ BENCHES: dict[str, Callable[[], dict]] = {
 
 def main(names: list[str]) -> None:
     """Run the named benches (all by default) and print one JSON line each."""
-    unknown = sorted(set(names) - set(BENCHES))
+    unknown = sorted({n.split(":")[0] for n in names} - set(BENCHES))
     if unknown:
         sys.exit(f"unknown bench {', '.join(unknown)}; known are {', '.join(BENCHES)}")
     for name in names or BENCHES:
+        name, *arguments = name.split(":")
         print(f"{name}: {BENCHES[name].__doc__.splitlines()[0]}", file=sys.stderr)
-        print(json.dumps(BENCHES[name]()))
+        print(json.dumps(BENCHES[name](*arguments)))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from specq.texts import Text
 
 # Logits held per pass: at most this many numbers (32 MiB of float32).
 LOGITS_BUDGET = 1 << 23
+_TYPES = {"draft_top1": np.int64, "draft_token": np.int64, "top1_agrees": np.bool_}
+COLUMNS = {f.name: _TYPES.get(f.name, np.float32) for f in fields(PositionScores)}
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,10 @@ def score_texts(
     """
     passes = list(dict.fromkeys(p for arm in arms for p in (arm.target, arm.draft)))
     models = {"target": target, "draft": draft}
-    collected: dict[str, list[PositionScores]] = {arm.name: [] for arm in arms}
+    # Columns are allocated once: small results kept between large temporaries would pin the heap and let it grow.
+    total = sum(t.positions for t in texts)
+    columns = {arm.name: {n: np.empty(total, dtype) for n, dtype in COLUMNS.items()} for arm in arms}
+    row = 0
     saturated = {p: [0] * models[p.role].geometry.layers for p in passes}
     seconds = dict.fromkeys(passes, 0.0)
     size = setting.vocabulary.size
@@ -159,21 +164,22 @@ def score_texts(
                 progress(end - at)
             tokens = ids[0, start + at + 1 : start + end + 1].to(target.device)
             for arm in arms:
-                collected[arm.name].append(
-                    score_positions(
-                        logp[arm.target],
-                        logp[arm.draft].to(target.device),
-                        tokens,
-                        logp[arms[0].target],
-                        uniforms[at:end].to(target.device),
-                        setting.rule,
-                    )
+                scores = score_positions(
+                    logp[arm.target],
+                    logp[arm.draft].to(target.device),
+                    tokens,
+                    logp[arms[0].target],
+                    uniforms[at:end].to(target.device),
+                    setting.rule,
                 )
+                for name, column in columns[arm.name].items():
+                    column[row : row + end - at] = getattr(scores, name).cpu().numpy()
+            row += end - at
         for p, cache in caches.items():
             if cache.nonfinite():
                 raise SpecqError(f"the {p.role} produced NaN or infinite K or V for prompt {text.prompt.id}")
             saturated[p] = [a + b for a, b in zip(saturated[p], cache.saturated_per_layer(), strict=True)]
-    return ReplayResult({name: _columns(chunks) for name, chunks in collected.items()}, saturated, seconds)
+    return ReplayResult({name: ArmScores(c) for name, c in columns.items()}, saturated, seconds)
 
 
 def _refuse_nan(logp: torch.Tensor, p: Pass, text: Text, at: int) -> None:
@@ -184,8 +190,3 @@ def _refuse_nan(logp: torch.Tensor, p: Pass, text: Text, at: int) -> None:
             f"the {p.role} with a {p.format.name} KV cache gave NaN logits for prompt {text.prompt.id} at response"
             f" position {where}"
         )
-
-
-def _columns(chunks: list[PositionScores]) -> ArmScores:
-    names = [f.name for f in fields(PositionScores)]
-    return ArmScores({n: torch.cat([getattr(c, n) for c in chunks]).cpu().numpy() for n in names})

@@ -196,8 +196,25 @@ def test_query_rounding_is_e4m3(small_pair):
     cache = QuantizedCache(get_format("fp8"), [LayerScales()], 1, 4, round_query=True)
     q = torch.tensor([1.06, 17.0, -0.3, 500.0]).view(1, 1, 1, 4)
     assert cache.layers[0].round_query(q).flatten().tolist() == pytest.approx([1.0, 16.0, -0.3125, 448.0])
-    cache.round_query = False
+    cache.rows.round_query = False
     assert cache.layers[0].round_query(q) is q
+
+
+def test_a_cache_is_freed_with_its_last_reference(small_pair):
+    """No reference cycle keeps a cache's tensors alive: a long study would otherwise grow with every text."""
+    import gc
+    import weakref
+
+    target, _ = small_pair
+    gc.disable()
+    try:
+        cache = target.new_cache(BF16, 1, 8)
+        target.forward(tokens(0, 1, 8), cache)
+        gone = weakref.ref(cache.layers[0].stored["k"][0])
+        del cache
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_writing_past_the_capacity_is_refused(small_pair):

@@ -181,7 +181,7 @@ def test_s09_nan_logits_stop_with_prompt_and_position(small_pair, who):
         if (
             keep == 0
             and texts[1].response[0] == int(tokens[0, 0])
-            and len(texts[1].prompt.tokens) + tokens.shape[1] == cache.longest
+            and len(texts[1].prompt.tokens) + tokens.shape[1] == cache.rows.longest
         ):
             logits = logits.clone()
             logits[0, where[1]] = float("nan")

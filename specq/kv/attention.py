@@ -27,16 +27,16 @@ class LazyMask:
 
     def build(self, layer: QuantizedLayer, device: torch.device) -> torch.Tensor | None:
         """Boolean `[B or 1, 1, query, slots]`, True where attention is allowed; None for a plain causal square."""
-        cache, new = layer.cache, self.query_length
-        if self.function is causal_mask_function and cache.longest == 0:
+        state, new = layer.rows, self.query_length
+        if self.function is causal_mask_function and state.longest == 0:
             return None
         if self._built is None:
-            lengths = cache.lengths if cache.uniform is None else cache.lengths[:1]
+            lengths = state.lengths if state.uniform is None else state.lengths[:1]
             queries = (lengths[:, None] + torch.arange(new))[:, None, :, None].to(device)
-            slots = torch.arange(cache.longest + new, device=device)[None, None, None, :]
+            slots = torch.arange(state.longest + new, device=device)[None, None, None, :]
             rows = torch.arange(len(lengths), device=device)[:, None, None, None]
             allowed = self.function(rows, torch.zeros_like(rows), queries, slots)
-            self._built = allowed.expand(len(lengths), 1, new, cache.longest + new)
+            self._built = allowed.expand(len(lengths), 1, new, state.longest + new)
         return self._built
 
 
@@ -111,8 +111,8 @@ def attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap = softcap if softcap is not None else getattr(module, "attn_logit_softcapping", None)
     allowed = attention_mask.build(key, query.device)
-    if softcap is not None or s_aux is not None or key.cache.splits > 1:
-        out = attend_in_pieces(query, k, v, allowed, scaling, softcap, s_aux, key.cache.splits)
+    if softcap is not None or s_aux is not None or key.rows.splits > 1:
+        out = attend_in_pieces(query, k, v, allowed, scaling, softcap, s_aux, key.rows.splits)
     else:
         grouped = query.shape[1] != k.shape[1]
         causal = allowed is None and query.shape[2] > 1

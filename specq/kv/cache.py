@@ -31,14 +31,41 @@ class LayerScales:
         return LayerScales(self.k.to(device), self.v.to(device), self.q.to(device), self.source)
 
 
+@dataclass
+class Rows:
+    """What all layers of a cache share: the format, the capacity, and how many tokens each row of the batch holds.
+
+    Layers refer to this and not to the cache, so that a cache without users is freed at once. `longest` is the longest
+    row, `uniform` the common length where all rows are equal (None otherwise).
+    """
+
+    format: KVFormat
+    capacity: int
+    round_query: bool
+    splits: int
+    lengths: torch.Tensor
+    longest: int = 0
+    uniform: int | None = None
+
+    def __post_init__(self) -> None:
+        self.set(self.lengths)
+
+    def set(self, lengths: torch.Tensor) -> None:
+        """Take over new lengths [B]."""
+        self.lengths = lengths
+        self.longest = int(lengths.max()) if len(lengths) else 0
+        same = len(lengths) > 0 and bool((lengths == self.longest).all())
+        self.uniform = self.longest if same else None
+
+
 class QuantizedLayer(CacheLayerMixin):
-    """One layer's pages. `update` stores the new K and V and returns the layer itself as the handle for attention."""
+    """One layer's storage. `update` stores the new K and V and returns the layer itself as the handle for attention."""
 
     is_sliding = False
 
-    def __init__(self, cache: "QuantizedCache", scales: LayerScales) -> None:
+    def __init__(self, rows: Rows, scales: LayerScales) -> None:
         super().__init__()
-        self.cache, self.scales = cache, scales
+        self.rows, self.scales = rows, scales
         self.stored: dict[str, list[torch.Tensor]] = {}
         self.pending = 0
         self.saturated = self.nonfinite = 0
@@ -54,7 +81,7 @@ class QuantizedLayer(CacheLayerMixin):
         """Store K and V `[B, kv_heads, T, head_dim]` behind each row's length."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        fmt = self.cache.format
+        fmt = self.rows.format
         for part, x in (("k", key_states), ("v", value_states)):
             scale = getattr(self.scales, part)
             self._write(part, fmt.store(x, part, scale))
@@ -65,13 +92,13 @@ class QuantizedLayer(CacheLayerMixin):
         return self, self
 
     def _write(self, part: str, tensors: tuple[torch.Tensor, ...]) -> None:
-        lengths, capacity = self.cache.lengths, self.cache.capacity
+        lengths, capacity = self.rows.lengths, self.rows.capacity
         if part not in self.stored:
             self.stored[part] = [t.new_zeros((*t.shape[:2], capacity, t.shape[3])) for t in tensors]
         new = tensors[0].shape[2]
         for buffer, t in zip(self.stored[part], tensors, strict=True):
-            if self.cache.uniform is not None:
-                buffer[:, :, self.cache.uniform : self.cache.uniform + new] = t
+            if self.rows.uniform is not None:
+                buffer[:, :, self.rows.uniform : self.rows.uniform + new] = t
             else:
                 at = lengths.to(t.device)[:, None] + torch.arange(new, device=t.device)
                 rows = torch.arange(len(lengths), device=t.device)[:, None]
@@ -79,29 +106,29 @@ class QuantizedLayer(CacheLayerMixin):
 
     def read(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as attention sees them, `[B, kv_heads, longest length + pending, head_dim]` in `dtype`."""
-        end = self.cache.longest + self.pending
-        fmt = self.cache.format
+        end = self.rows.longest + self.pending
+        fmt = self.rows.format
         k, v = (fmt.load(tuple(t[:, :, :end] for t in self.stored[p]), p, getattr(self.scales, p), dtype) for p in "kv")
         return k, v
 
     def round_query(self, query: torch.Tensor) -> torch.Tensor:
         """The query as the attention kernel sees it: rounded to e4m3 with q_scale where the cache is set to do so."""
-        if not self.cache.round_query:
+        if not self.rows.round_query:
             return query
         scale = self.scales.q.to(query.dtype)
         return E4M3.decode(E4M3.encode(query / scale), query.dtype) * scale
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(number of K/V slots the mask covers, offset of the first)."""
-        return self.cache.longest + query_length, 0
+        return self.rows.longest + query_length, 0
 
     def get_seq_length(self) -> int:
         """Length of the longest row, committed tokens only."""
-        return self.cache.longest
+        return self.rows.longest
 
     def get_max_length(self) -> int:
         """Slots per row."""
-        return self.cache.capacity
+        return self.rows.capacity
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep only these rows of the batch."""
@@ -129,36 +156,31 @@ class QuantizedCache(Cache):
         round_query: bool = False,
         splits: int = 1,
     ) -> None:
-        self.format, self.capacity, self.round_query, self.splits = fmt, capacity, round_query, splits
-        self.lengths = torch.zeros(batch, dtype=torch.long)
-        self._refresh()
-        super().__init__(layers=[QuantizedLayer(self, s) for s in scales])
+        self.rows = Rows(fmt, capacity, round_query, splits, torch.zeros(batch, dtype=torch.long))
+        super().__init__(layers=[QuantizedLayer(self.rows, s) for s in scales])
 
-    def _refresh(self) -> None:
-        self.longest = int(self.lengths.max()) if len(self.lengths) else 0
-        same = len(self.lengths) > 0 and bool((self.lengths == self.longest).all())
-        self.uniform = self.longest if same else None
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Committed tokens per row, [B] on the CPU."""
+        return self.rows.lengths
 
     def advance(self, counts: torch.Tensor | int) -> None:
         """Commit `counts` (per row, or one for all) of the tokens that the last forward pass wrote."""
-        self.lengths = self.lengths + counts
-        self._refresh()
-        if self.longest > self.capacity:
-            raise ValueError(f"cache of {self.capacity} tokens cannot hold {self.longest}")
+        self.rows.set(self.rows.lengths + counts)
+        if self.rows.longest > self.rows.capacity:
+            raise ValueError(f"cache of {self.rows.capacity} tokens cannot hold {self.rows.longest}")
 
     def rollback(self, lengths: torch.Tensor) -> None:
         """Forget committed tokens beyond `lengths` [B]; what was stored for them is overwritten later."""
         if bool((lengths > self.lengths).any()) or bool((lengths < 0).any()):
             raise ValueError("rollback can only shorten rows")
-        self.lengths = lengths.clone()
-        self._refresh()
+        self.rows.set(lengths.clone())
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep only these rows of the batch (indices [n])."""
-        self.lengths = self.lengths[rows]
         for layer in self.layers:
             layer.select(rows)
-        self._refresh()
+        self.rows.set(self.rows.lengths[rows])
 
     @property
     def nbytes(self) -> int:
