@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 READY  := $(VENV)/.ready
 
-.PHONY: study test lint bench wheel clean
+.PHONY: study test test-gpu lint bench bench-kernels wheel clean
 study: $(READY)
 	@$(VENV)/bin/specq study --pair "$(PAIR)" $(foreach d,$(DTYPE),--dtype $(d)) $(ARGS)
 
@@ -22,6 +22,13 @@ lint: $(READY)
 # make bench ARGS="study precision:1" runs some of the benches
 bench: $(READY)
 	@$(VENV)/bin/python -m specq.bench $(ARGS)
+
+# on a machine with a CUDA GPU: the kernel tests on the hardware, and the kernel benchmark
+test-gpu:
+	@SPECQ_REQUIRE_GPU=1 TRITON_INTERPRET=0 PYTHONPATH=.:kernels $(PYTHON) -m pytest -p no:cacheprovider -o addopts= -q tests/test_kernels.py $(ARGS)
+
+bench-kernels:
+	@PYTHONPATH=.:kernels:$(PYTHONPATH) $(PYTHON) -m specq_kernels.bench $(ARGS)
 
 wheel: $(READY)
 	@$(VENV)/bin/pip wheel --quiet --no-deps -w dist .

@@ -1,0 +1,319 @@
+"""Triton kernels against their float32 references: in the interpreter on a CPU, on the hardware with `make test-gpu`.
+
+The matrix of formats x head_dim x group x queries x page size is covered pairwise with fresh random inputs per case; on a
+GPU larger lengths join. Outputs are poisoned where a kernel could leave them unwritten.
+"""
+
+import itertools
+import math
+import os
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from specq_kernels import PagedKV, acceptance, reference, replay_attention, store_kv, verify_attention  # noqa: E402
+from specq_kernels.codec import INTERPRETED  # noqa: E402
+from specq_kernels.layout import SPECS  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("no GPU and no interpreter (TRITON_INTERPRET=1)", allow_module_level=True)
+
+# the interpreter computes masked lanes with numpy, which warns about their infinities
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+FORMATS = list(SPECS)
+QUERY_DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+TOLERANCE = 2e-6 if INTERPRETED else 3e-3
+
+
+def _pairs(case):
+    return {(i, case[i], j, case[j]) for i, j in itertools.combinations(range(len(case)), 2)}
+
+
+def pairwise(*axes):
+    """A small set of tuples in which every pair of values of two axes occurs (greedy)."""
+    wanted = {(i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2) for a in axes[i] for b in axes[j]}
+    chosen = []
+    while wanted:
+        best = max(itertools.product(*axes), key=lambda case: len(_pairs(case) & wanted))
+        chosen.append(best)
+        wanted -= _pairs(best)
+    return chosen
+
+
+def paged(name, lengths, kv_heads, dim, page, seed, magnitude=1.0):
+    """(cache filled by the reference, block table, context lengths) with pages in random order."""
+    g = torch.Generator().manual_seed(seed)
+    pages = sum(-(-n // page) for n in lengths) + 3
+    cache = PagedKV.allocate(name, pages, kv_heads, page, dim, DEVICE, k_static=0.03, v_static=0.02)
+    order = torch.randperm(pages, generator=g).to(torch.int32)
+    table = torch.zeros(len(lengths), max(-(-n // page) for n in lengths), dtype=torch.int32)
+    slots, used = [], 0
+    for row, n in enumerate(lengths):
+        count = -(-n // page)
+        table[row, :count] = order[used : used + count]
+        used += count
+        at = torch.arange(n)
+        slots.append(table[row, at // page].long() * page + at % page)
+    slots = torch.cat(slots)
+    k, v = (torch.randn(len(slots), kv_heads, dim, generator=g) * magnitude for _ in range(2))
+    v = v * (0.1 + 3 * torch.rand(len(slots), kv_heads, 1, generator=g))
+    reference.store_kv(k.to(DEVICE), v.to(DEVICE), cache, slots.to(DEVICE))
+    return cache, table.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+
+
+def error(out, expected, counts):
+    """||out - ref|| / ||ref|| over the valid rows."""
+    a, b = (torch.cat([t[i, :n].float().flatten() for i, n in enumerate(counts)]) for t in (out, expected))
+    assert not a.isnan().any()
+    return float((a - b).norm() / b.norm())
+
+
+def attend(function, name, lengths, counts, heads, kv_heads, dim, page, seed=0, **kw):
+    """(kernel output, reference output) of one random case."""
+    cache, table, contexts = paged(name, lengths, kv_heads, dim, page, seed)
+    g = torch.Generator().manual_seed(seed + 1)
+    q = torch.randn(len(lengths), max(counts), heads, dim, generator=g).to(DEVICE, QUERY_DTYPE)
+    n = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    reference_kw = {k: v for k, v in kw.items() if k in ("window", "softcap", "sinks")}
+    expected = reference.attention(q, cache, table, contexts, n, dim**-0.5, **reference_kw)
+    return function(q, cache, table, contexts, n, max(lengths), **kw), expected
+
+
+def raw(t):
+    """Bytes of a tensor, to compare bit by bit."""
+    return t.contiguous().view(torch.uint8) if t.numel() else t
+
+
+STORE_CASES = pairwise(FORMATS, (64, 80, 96, 112, 128, 192, 256), (16, 48), (1, 3))
+
+
+@pytest.mark.parametrize(("name", "dim", "page", "heads"), STORE_CASES, ids=str)
+def test_store_is_bit_equal_to_the_reference(name, dim, page, heads):
+    """Codes, scales and minima are those of the reference bit for bit, for strided inputs of any magnitude; slots of -1
+    write nothing, and nothing else is touched (Q-01, Q-05, Q-13 inside: zeros, saturation, ties)."""
+    g = torch.Generator().manual_seed(dim)
+    tokens = 21
+    k = torch.randn(tokens, heads, 2 * dim, generator=g)[..., ::2] * 10.0 ** torch.randint(
+        -4, 4, (tokens, heads, 1), generator=g
+    )
+    v = torch.randn(heads, tokens, dim, generator=g).transpose(0, 1)
+    k[3, 0], v[5] = 0.0, 0.0
+    k[4, 0, :4] = torch.tensor([1.5, 2.5, -1e6, 465.0])
+    slots = torch.randperm(4 * page, generator=g)[:tokens]
+    slots[7] = -1
+    caches = []
+    for store in (store_kv, reference.store_kv):
+        cache = PagedKV.allocate(name, 4, heads, page, dim, DEVICE, k_static=0.02, v_static=0.03)
+        for pages in (cache.k, cache.v):
+            pages.view(torch.int8 if pages.element_size() == 1 else torch.int16).fill_(77)
+        store(k.to(DEVICE), v.to(DEVICE), cache, slots.to(DEVICE))
+        caches.append(cache)
+    for part in ("k", "v", "k_scale", "v_scale", "k_low", "v_low"):
+        assert torch.equal(*(raw(getattr(c, part)) for c in caches)), part
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "bf16"])
+def test_hardware_and_integer_encoding_agree(name):
+    """Encoding by integer bits gives the codes of the conversion, over every exponent, ties, NaN and infinities (Q-01)."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 1, 64, generator=g) * 2.0 ** torch.randint(-30, 20, (512, 1, 64), generator=g)
+    x[0, 0, :9] = torch.tensor([448, 464, 465, 1000, -1000, 17, 19, math.inf, -math.inf])
+    x[1, 0, :4] = torch.tensor([2.0**-10, 3 * 2.0**-10, 2.0**-17, 3 * 2.0**-17])
+    x[2, 0, 0] = math.nan
+    x = x.to(DEVICE)
+    slots = torch.arange(512, device=DEVICE)
+    stored = []
+    for bits in (True, False) if not INTERPRETED else (True,):
+        cache = PagedKV.allocate(name, 32, 1, 16, 64, DEVICE)
+        store_kv(x, x, cache, slots, bits=bits)
+        stored.append(cache.k.float().cpu())
+    expected = PagedKV.allocate(name, 32, 1, 16, 64, DEVICE)
+    reference.store_kv(x, x, expected, slots)
+    for got in stored:
+        assert torch.equal(got.nan_to_num(-1.0), expected.k.float().cpu().nan_to_num(-1.0))
+        assert got[0, 0, 2, 0].isnan() or name == "bf16" or got.isnan().sum() == 1
+
+
+def test_q05_zeros_and_q13_ties_in_raw_codes():
+    """Q-05: an all-zero row has a finite, positive scale; Q-13: amax 127, [.6,1.5,2.5,-.6,-1.5,-2.5] -> [1,2,2,-1,-2,-2],
+    K and V both."""
+    cache = PagedKV.allocate("int8_per_token_head", 1, 1, 16, 64, DEVICE)
+    x = torch.zeros(2, 1, 64)
+    x[1, 0, :7] = torch.tensor([127.0, 0.6, 1.5, 2.5, -0.6, -1.5, -2.5])
+    store_kv(x.to(DEVICE), x.to(DEVICE), cache, torch.tensor([0, 1], device=DEVICE))
+    for codes, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
+        assert codes[0, 0, 1, :7].tolist() == [127, 1, 2, 2, -1, -2, -2]
+        assert scales[0, 0, :2].tolist() == [1.0, 1.0] and codes[0, 0, 0].abs().sum() == 0
+
+
+VERIFY_CASES = pairwise(FORMATS, (64, 80, 128), (1, 6, 7, 16), (1, 2, 5, 17), (16, 32))
+VARIANTS = ((32, False), (32, True), (1024, False))  # (chunk, operand order)
+
+
+@pytest.mark.parametrize(("name", "dim", "group", "queries", "page"), VERIFY_CASES, ids=str)
+def test_verify_attention(name, dim, group, queries, page):
+    """Ragged rows, one of them without queries, split and unsplit, both operand orders: the reference's output."""
+    kv_heads = 1 if group > 6 else 2
+    lengths, counts = [max(queries, 40), 17 + queries, 90], [queries, 0, max(1, queries - 1)]
+    for chunk, swap in VARIANTS:
+        tuning = {"swap": swap, "block_n": 32, "block_m": 64 if group * queries > 32 else 16}
+        out, expected = attend(
+            verify_attention, name, lengths, counts, group * kv_heads, kv_heads, dim, page, chunk=chunk, tuning=tuning
+        )
+        assert error(out, expected, counts) < TOLERANCE
+
+
+@pytest.mark.parametrize("dim", [96, 112, 192, 256])
+@pytest.mark.parametrize("name", ["bf16", "int8_per_token_head"])
+def test_q18_head_dims_that_are_no_power_of_two(name, dim):
+    """Q-18: head_dim 96, 112, 192, 256 match; the second half of the channels counts."""
+    out, expected = attend(verify_attention, name, [50], [2], 4, 2, dim, 16, chunk=32)
+    assert error(out, expected, [2]) < TOLERANCE
+    cache, table, contexts = paged(name, [50], 2, dim, 16, 0)
+    q = torch.randn(1, 2, 4, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE, QUERY_DTYPE)
+    n = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    full = verify_attention(q, cache, table, contexts, n, 50)
+    q[..., dim // 2 :] = 0
+    assert not torch.allclose(full, verify_attention(q, cache, table, contexts, n, 50), atol=1e-2)
+
+
+def test_q18_unsupported_shapes_are_refused():
+    """A head_dim, group, page size, format or query count that no kernel supports raises ValueError naming it."""
+    with pytest.raises(ValueError, match="head_dim 72"):
+        cache = PagedKV.allocate("bf16", 1, 1, 16, 72, DEVICE)
+        x = torch.zeros(1, 1, 72, device=DEVICE)
+        store_kv(x, x, cache, torch.zeros(1, dtype=torch.long, device=DEVICE))
+    with pytest.raises(ValueError, match="page_size 24"):
+        PagedKV.allocate("bf16", 1, 1, 24, 64, DEVICE)
+    with pytest.raises(ValueError, match="fp4"):
+        PagedKV.allocate("fp4", 1, 1, 16, 64, DEVICE)
+    for heads, queries, why in ((17, 1, "17 query heads"), (3, 18, "18 queries")):
+        with pytest.raises(ValueError, match=why):
+            attend(verify_attention, "bf16", [30], [queries], heads, 1, 64, 16)
+
+
+def test_q20_query_heads_find_their_kv_head():
+    """Q-20: Hq=8, Hkv=2, V of KV head h constant h+1: head i gives floor(i/4)+1; per-head static scales 1 and 10 too."""
+    for name, static in (("bf16", 1.0), ("fp8_e4m3", torch.tensor([[1.0], [10.0]]))):
+        cache = PagedKV.allocate(name, 2, 2, 16, 64, DEVICE, v_static=static)
+        v = torch.tensor([1.0, 2.0]).view(1, 2, 1).expand(20, 2, 64) * torch.as_tensor(static).view(1, -1, 1)
+        k = torch.randn(20, 2, 64, generator=torch.Generator().manual_seed(0))
+        store_kv(k.to(DEVICE), v.to(DEVICE), cache, torch.arange(20, device=DEVICE))
+        q = torch.randn(1, 1, 8, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE, QUERY_DTYPE)
+        table = torch.tensor([[0, 1]], dtype=torch.int32, device=DEVICE)
+        one = torch.ones(1, dtype=torch.int32, device=DEVICE)
+        out = verify_attention(q, cache, table, 20 * one, one, 20)[0, 0].float().cpu()
+        expected = torch.tensor([1.0] * 4 + [2.0] * 4) * torch.as_tensor(static).view(-1).repeat_interleave(
+            8 // torch.as_tensor(static).numel()
+        )
+        assert torch.allclose(out, expected[:, None].expand(8, 64), rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "int8_per_token_head", "int8_per_token_asym"])
+@pytest.mark.parametrize("chunk", [32, 1024])
+def test_window_softcap_and_sinks(name, chunk):
+    """Sliding window, soft cap and attention sinks, together and split over chunks outside the window as well."""
+    sinks = torch.randn(6, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    for kw in ({"window": 20}, {"softcap": 5.0}, {"sinks": sinks}, {"window": 9, "softcap": 3.0, "sinks": sinks}):
+        out, expected = attend(verify_attention, name, [150, 33], [3, 2], 6, 2, 64, 16, chunk=chunk, **kw)
+        assert error(out, expected, [3, 2]) < TOLERANCE, kw
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_replay_attention(name):
+    """Query chunks longer than a tile, behind a prefix, ragged: the reference's output."""
+    tuning = {"block_m": 32, "block_n": 32} if INTERPRETED else None
+    lengths, counts = ([90, 70], [50, 70]) if INTERPRETED else ([1500, 700], [1024, 700])
+    out, expected = attend(replay_attention, name, lengths, counts, 4, 2, 64, 16, tuning=tuning)
+    assert error(out, expected, counts) < TOLERANCE
+
+
+def test_results_do_not_depend_on_the_batch_and_repeat_bit_for_bit():
+    """A row's output is bit-equal alone, in company, in another order, and when run again."""
+    lengths, counts = [70, 130, 33], [2, 2, 2]
+    cache, table, contexts = paged("int8_per_token_head", lengths, 2, 64, 16, 3)
+    q = torch.randn(3, 2, 8, 64, generator=torch.Generator().manual_seed(4)).to(DEVICE, QUERY_DTYPE)
+    n = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    whole = verify_attention(q, cache, table, contexts, n, 130, chunk=32)
+    assert torch.equal(whole, verify_attention(q, cache, table, contexts, n, 130, chunk=32))
+    for rows in ([1], [2, 0], [2, 1, 0]):
+        part = verify_attention(
+            q[rows], cache, table[rows].contiguous(), contexts[rows], n[rows], max(lengths[r] for r in rows), chunk=32
+        )
+        assert torch.equal(part, whole[rows])
+
+
+def test_power_of_two_scales_give_the_same_attention():
+    """Check 3: static scales s and 2s store other codes and give the same attention, to the reference's rounding."""
+    outs = []
+    for s in (1 / 32, 1 / 16):
+        cache = PagedKV.allocate("fp8_e4m3", 4, 2, 16, 64, DEVICE, k_static=s, v_static=s)
+        g = torch.Generator().manual_seed(5)
+        k, v = (
+            torch.randn(60, 2, 64, generator=g).sign() * (0.5 + torch.rand(60, 2, 64, generator=g)) for _ in range(2)
+        )
+        store_kv(k.to(DEVICE), v.to(DEVICE), cache, torch.arange(60, device=DEVICE))
+        outs.append([reference.dequantize(cache, p) for p in "kv"])
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="long contexts need the hardware")
+@pytest.mark.parametrize("length", [256, 4096, 32768])
+def test_error_does_not_grow_with_the_context(length):
+    """FP8 over 256, 4k and 32k tokens stays within the tolerance of short contexts."""
+    out, expected = attend(verify_attention, "fp8_e4m3", [length], [4], 64, 8, 128, 16)
+    assert error(out, expected, [4]) < TOLERANCE
+
+
+ACCEPTANCE_CASES = [
+    (300, 300, None, 1.0, torch.float32),
+    (300, 280, 290, 0.7, torch.bfloat16),
+    (5000, 5200, None, 1.3, torch.float32),
+    (300, 280, 290, 0.0, torch.float32),
+]
+if not INTERPRETED:
+    ACCEPTANCE_CASES += [
+        (128_256, 128_256, None, 1.0, torch.bfloat16),
+        (262_144, 151_936, 262_000, 0.8, torch.bfloat16),
+    ]
+
+
+@pytest.mark.parametrize(("width", "draft_width", "size", "temperature", "dtype"), ACCEPTANCE_CASES, ids=str)
+def test_acceptance_columns(width, draft_width, size, temperature, dtype):
+    """Every column of three arms against float64 sums; unequal widths, padded ids, temperature 0."""
+    g = torch.Generator().manual_seed(width)
+    t = (torch.randn(3, 6, width, generator=g) * 3).to(DEVICE, dtype)
+    d = (torch.randn(6, draft_width, generator=g) * 3).to(DEVICE, dtype)
+    tokens, drafted = (torch.randint(0, 270, (6,), generator=g).to(DEVICE) for _ in range(2))
+    if temperature == 0:
+        drafted = d[:, :size].argmax(-1)  # a draft of probability 0 has no ratio
+    got = acceptance(t, d, tokens, temperature, drafted, size)
+    for name, expected in reference.acceptance(t, d, tokens, temperature, drafted, size).items():
+        a, b = getattr(got, name).double().cpu(), expected.double().cpu().expand(3, 6)
+        assert torch.equal(a.isinf(), b.isinf()), name
+        assert torch.allclose(a[a.isfinite()], b[b.isfinite()], atol=5e-5, rtol=5e-5), name
+
+
+def test_equal_logits_accept_exactly():
+    """Check 1 in the kernel: a draft with the target's own logits has alpha and ratio of exactly 1 and KL of exactly 0."""
+    t = (torch.randn(2, 5, 999, generator=torch.Generator().manual_seed(0)) * 4).to(DEVICE)
+    t[1] = t[0]
+    tokens = torch.arange(5, device=DEVICE)
+    got = acceptance(t, t[0], tokens, 1.0, tokens)
+    assert (got.alpha == 1).all() and (got.ratio == 1).all() and (got.kl == 0).all() and got.top1_agrees.all()
+
+
+def test_nan_rows_stay_nan():
+    """A NaN logit makes its own row's figures NaN and no other's."""
+    t = torch.randn(1, 3, 500, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    t[0, 1, 7] = float("nan")
+    got = acceptance(t, t[0].nan_to_num(0.0), torch.zeros(3, dtype=torch.long, device=DEVICE))
+    assert got.alpha[0].isnan().tolist() == [False, True, False]
+
+
+def test_which_device_ran():
+    """`make test-gpu` must not silently test the interpreter."""
+    assert os.environ.get("SPECQ_REQUIRE_GPU") != "1" or DEVICE == "cuda"
