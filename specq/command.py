@@ -1,5 +1,6 @@
 """What `specq study` does around the study: defaults of the pair, the output directory, the answer in the terminal."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ def resolve(options: dict[str, Any], dtypes: list[str]) -> tuple[StudyConfig, di
     given = pair.defaults | given | {"dtypes": tuple(get_format(d).name for d in dtypes), "pair": pair.name}
     if options["target"] and options["draft"]:
         given["pair"] = None
+    if "k_max" in given and options["current_k"] is None:
+        given["current_k"] = min(StudyConfig().current_k, given["k_max"])  # the default follows a smaller k_max
     config = make_config(**given)
     parse_version(config.vllm_version)
     return config, {name: names[name] for name in config.dtypes}
@@ -44,7 +47,9 @@ def study_command(options: dict[str, Any], dtypes: list[str], out: Path | None, 
     """Run a study, or show the finished one when its directory already holds this very configuration."""
     config, directories = resolve(options, dtypes)
     name = config.pair or pairs.find(None, config.target, config.draft).name
-    out = out or Path("runs") / "-".join([name, *directories.values()])
+    out = Path(os.path.normpath(out or Path("runs") / "-".join([name, *directories.values()])))
+    if not out.name:
+        raise SpecqError(f"--out {out} is no directory that a study could be renamed to; name a new one")
     if (out / "study.json").is_file() and not overwrite:
         finished = files.read_json(out / "study.json")
         if finished.get("configuration") != config.model_dump(mode="json"):
@@ -58,8 +63,6 @@ def study_command(options: dict[str, Any], dtypes: list[str], out: Path | None, 
             draw(out)
         show(out, directories)
         return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not overwrite:
-        raise SpecqError(f"{out} exists and is no finished study; choose another --out, or --overwrite to replace it")
     from specq.study import run_study
 
     run_study(config, directories, out, overwrite, Reporter(quiet))

@@ -31,7 +31,7 @@ class StudyConfig(BaseModel):
     text: Literal["same", "own", "both", "given"] = "same"
     k_max: int = Field(16, ge=1, le=64)
     current_k: int = Field(5, ge=0)
-    temperature: float | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     draft_sampling: Literal["probabilistic", "greedy"] = "probabilistic"
@@ -41,11 +41,12 @@ class StudyConfig(BaseModel):
     calibrate: str | None = None
     calibrate_sha256: str | None = None
     cost: str = "roofline:h100"
+    cost_sha256: str | None = None
     batch: tuple[int, ...] = (1, 8, 32, 128)
     context: tuple[int, ...] = (2048, 8192, 32768)
     device: Literal["cpu", "cuda"] = "cpu"
     vllm_version: str = "0.32"
-    seed: int = 0
+    seed: int = Field(0, ge=0)
 
     @field_validator("batch", "context")
     @classmethod
@@ -64,9 +65,7 @@ class StudyConfig(BaseModel):
     @model_validator(mode="after")
     def _k_in_range(self) -> "StudyConfig":
         if self.current_k > self.k_max:
-            raise ValueError(
-                f"current_k {self.current_k} is beyond k_max {self.k_max}; only K up to k_max are measured"
-            )
+            raise ValueError(f"--current-k {self.current_k} is beyond --k-max {self.k_max}, the largest K measured")
         return self
 
 
@@ -85,6 +84,10 @@ def make_config(**options: Any) -> StudyConfig:  # noqa: ANN401 - raw command-li
     given = {k: v for k, v in options.items() if v is not None}
     given["prompts_sha256"] = file_digest(given.get("prompts"))
     given["calibrate_sha256"] = file_digest(given.get("calibrate"))
+    cost = given.get("cost", "")
+    given["cost_sha256"] = file_digest(
+        cost if cost and cost != "measured" and not cost.startswith("roofline:") else None
+    )
     try:
         return StudyConfig(**given)
     except ValidationError as error:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from specq.analysis import BASE, Analysis
 from specq.config import StudyConfig
 from specq.cost import CostModel, Operating
@@ -16,7 +18,8 @@ from specq.tune import MAX_LOSS, Curve, Gain, quantile_interval, retuning, sched
 class StudyFacts:
     """What every format of a study shares: names, sampling, vocabulary sizes, where the scales came from.
 
-    `warnings` are keyed by format name, those of the whole study by None.
+    `warnings` are keyed by format name, those of the whole study by None. `native_fp8` says whether the accelerator decided
+    for has FP8 units, None where that is not known.
     """
 
     config: StudyConfig
@@ -28,6 +31,7 @@ class StudyFacts:
     draft_vocab: int
     scale_sources: dict[str, str]
     warnings: dict[str | None, list[str]]
+    native_fp8: bool | None = None
 
 
 @dataclass
@@ -70,7 +74,9 @@ def decide(config: StudyConfig, models: Models, analysis: Analysis, fmt: KVForma
     rate = mine.times[0] / base.times[0]
     pay_draws = mine.draws[:, recommended] / base.draws[:, base_best] * base.plain_draws / mine.plain_draws
     pay, interval = float(mine.point[recommended] / base.point[base_best] / rate), quantile_interval(pay_draws)
-    sentence = _sentence(fmt, current, recommended, pay, interval, cost.source, kv_share(models.target.geometry, fmt))
+    sentence = _sentence(
+        fmt, mine.at, current, recommended, pay, interval, cost.source, kv_share(models.target.geometry, fmt)
+    )
     return Decision(
         fmt,
         curves,
@@ -91,20 +97,27 @@ def kv_share(geometry: Geometry, fmt: KVFormat) -> float:
     return sum(geometry.kv_bytes_per_token(fmt)) / sum(geometry.kv_bytes_per_token(get_format("bf16")))
 
 
-def _sentence(fmt: KVFormat, current: int, best: int, pay: float, ci: list[float], source: str, share: float) -> str:
+def _sentence(
+    fmt: KVFormat, at: Operating, current: int, best: int, pay: float, ci: list[float], source: str, share: float
+) -> str:
+    where = f"batch {at.batch}, context {at.context}"
     by = "step times measured on this machine" if source == "measured" else source
     if best == current:
         k = f"keep num_speculative_tokens at {best}"
     elif best:
         k = f"set num_speculative_tokens to {best} (now {current})"
     else:
-        k = "drop speculation (K = 0): no K beats plain decoding"
+        k = "drop speculation (K = 0): no K is better than plain decoding by more than noise and 1 %"
     if fmt.name == "bf16":
-        return f"{k}, by {by}"
+        return f"{k} at {where}, by {by}"
+    if np.isnan(ci[0]):
+        return f"measure more: one document shows no spread, so nothing can be decided about {fmt.name}"
     speed = (
         f"{100 * (pay - 1):+.1f} % [{100 * (ci[0] - 1):+.1f}, {100 * (ci[1] - 1):+.1f}] tokens per second against BF16"
     )
-    evidence = f"{speed}, each at its best K, by {by}; its KV cache takes {100 * share:.0f} % of BF16's bytes"
+    evidence = (
+        f"{speed}, each at its best K, at {where}, by {by}; its KV cache takes {100 * share:.0f} % of BF16's bytes"
+    )
     if ci[0] > 1 or (ci[0] >= 1 - MAX_LOSS and pay >= 1 - MAX_LOSS / 2):
         return f"enable {fmt.name} and {k}: {evidence}"
     if ci[1] < 1:

@@ -1,5 +1,6 @@
 """Reading and writing a study's files: strict JSON, parquet, and directories that appear whole or not at all."""
 
+import fcntl
 import json
 import math
 import os
@@ -63,9 +64,37 @@ def write_parquet(path: Path, columns: Mapping[str, Sequence], metadata: Mapping
 def whole_directory(out: Path, overwrite: bool) -> Iterator[Path]:
     """Work in `<out>.partial/` and rename it to `out` when the block ends without an exception.
 
-    On a failure the partial directory is removed and `out` stays as it was.
+    On a failure the partial directory is removed and `out` stays as it was. A second study into the same directory is
+    refused while the first one runs; what a killed one left is cleared. `overwrite` replaces studies only: any other
+    directory that holds something is refused.
     """
+    if out.exists() and not (out / "study.json").is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise SpecqError(f"{out} exists and is no study; choose another --out")
     partial = out.with_name(out.name + ".partial")
+    with _sole_writer(out):
+        yield from _work_in(partial, out, overwrite)
+
+
+@contextmanager
+def _sole_writer(out: Path) -> Iterator[None]:
+    path = out.with_name(out.name + ".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+    except OSError as error:
+        raise SpecqError(f"cannot write to {out.parent}: {error.strerror or error}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise SpecqError(f"another study is being written to {out}; wait for it or choose another --out") from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _work_in(partial: Path, out: Path, overwrite: bool) -> Iterator[Path]:
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)

@@ -12,7 +12,7 @@ from specq.kv.cache import LayerScales
 from specq.kv.calibration import measure_range
 from specq.models import LoadedModel, Vocabulary, check_pair, load
 from specq.progress import Reporter
-from specq.prompts import Prompt, PromptReport
+from specq.prompts import Prompt, PromptReport, Record
 from specq.sampling import Transform
 from specq.texts import Text
 
@@ -71,10 +71,15 @@ def round_query_policy(config: StudyConfig) -> Callable[[KVFormat], bool]:
     return lambda fmt: config.query_dtype == "auto" and fmt.rounds_query
 
 
-def read_prompts(config: StudyConfig, models: Models) -> tuple[list[Prompt], PromptReport, list[Prompt]]:
-    """(prompts to score, what became of the file, prompts left over from the default set for calibration)."""
-    source = config.prompts or str(pairs.DEFAULT_PROMPTS)
-    records, report = prompts.read_records(source)
+def prompt_source(config: StudyConfig) -> str:
+    """The prompt file of a study: the one given, or the embedded held-out documents."""
+    return config.prompts or str(pairs.DEFAULT_PROMPTS)
+
+
+def choose_prompts(
+    config: StudyConfig, models: Models, records: list[Record], report: PromptReport
+) -> tuple[list[Prompt], list[Prompt]]:
+    """(prompts to score, prompts left over from the default set for calibration)."""
     spare = 0 if config.prompts else CALIBRATION_PROMPTS
     found = prompts.encode_prompts(
         records,
@@ -87,7 +92,7 @@ def read_prompts(config: StudyConfig, models: Models) -> tuple[list[Prompt], Pro
         given=config.text == "given",
         max_response=config.output_tokens,
     )
-    return found[: config.num_prompts], report, found[config.num_prompts :]
+    return found[: config.num_prompts], found[config.num_prompts :]
 
 
 def calibrate(

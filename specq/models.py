@@ -133,9 +133,9 @@ def _checkpoint_scales(path: Path, layers: int) -> list[LayerScales]:
     return scales
 
 
-def _read_tokenizer(source: str, trust_remote_code: bool) -> Any:  # noqa: ANN401
+def _read_tokenizer(source: str) -> Any:  # noqa: ANN401
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(source)
     except Exception as error:  # transformers raises many kinds here; the reason is in the text
         raise SpecqError(f"no usable tokenizer in {source}: {_first_line(error)}") from error
 
@@ -144,7 +144,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def load(source: str, device: str = "cpu", trust_remote_code: bool = False) -> LoadedModel:
+def load(source: str, device: str = "cpu") -> LoadedModel:
     """Load a model directory (or an already downloaded hub id) with specq's attention.
 
     On a CPU it computes in float32, on a GPU in the checkpoint's dtype. Raises SpecqError with the reason when the
@@ -154,7 +154,7 @@ def load(source: str, device: str = "cpu", trust_remote_code: bool = False) -> L
     transformers_logging.set_verbosity_error()
     attention.register()
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(source)
     except Exception as error:
         raise SpecqError(f"cannot read a model configuration from {source}: {_first_line(error)}") from error
     geometry = geometry_of(config)
@@ -166,7 +166,6 @@ def load(source: str, device: str = "cpu", trust_remote_code: bool = False) -> L
             config=config,
             dtype=dtype,
             attn_implementation=attention.NAME,
-            trust_remote_code=trust_remote_code,
             use_safetensors=True,
         )
     except Exception as error:
@@ -181,7 +180,7 @@ def load(source: str, device: str = "cpu", trust_remote_code: bool = False) -> L
     return LoadedModel(
         name=source,
         model=model,
-        tokenizer=_read_tokenizer(source, trust_remote_code),
+        tokenizer=_read_tokenizer(source),
         geometry=geometry,
         scales=_checkpoint_scales(Path(source), geometry.layers),
         eos_ids=frozenset(eos),

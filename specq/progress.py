@@ -32,3 +32,4 @@ class Reporter:
         with Progress(*columns, console=self.console, disable=self.quiet) as bar:
             task = bar.add_task(what, total=total)
             yield lambda done: bar.advance(task, done)
+            bar.update(task, completed=total)  # texts that end early leave work undone

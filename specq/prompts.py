@@ -8,6 +8,7 @@ line (.txt). A record has one of `prompt_token_ids`, `prompt`, `messages`, `turn
 import gzip
 import json
 import lzma
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def _read_text(path: Path) -> str:
     try:
         with openers.get(path.suffix, open)(path, "rb") as file:
             data = file.read()
-    except (OSError, lzma.LZMAError, EOFError) as error:
+    except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
         raise SpecqError(f"cannot read prompt file {path}: {getattr(error, 'strerror', None) or error}") from error
     try:
         return data.decode("utf-8-sig")
@@ -103,7 +104,7 @@ def _entries(text: str, path: Path, report: PromptReport) -> list[tuple[int, Any
             continue
         try:
             out.append((n, json.loads(line)))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             report.skipped.append((n, f"not JSON ({error})"))
     return out
 
@@ -111,7 +112,7 @@ def _entries(text: str, path: Path, report: PromptReport) -> list[tuple[int, Any
 def _array(text: str, path: Path) -> list[tuple[int, Any]]:
     try:
         entries = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecqError(f"{path} is not JSON: {error}") from error
     if not isinstance(entries, list):
         raise SpecqError(f"{path} must hold a JSON array of records")
@@ -132,6 +133,11 @@ def _record(n: int, entry: Any, report: PromptReport) -> Record | None:  # noqa:
     expected = str if key in ("prompt", "text") else list
     if not isinstance(content, expected):
         report.skipped.append((n, f"{key} is not a {'string' if expected is str else 'list'}"))
+        return None
+    try:
+        json.dumps(entry, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        report.skipped.append((n, "has half of a surrogate pair, which is no text"))
         return None
     response = entry.get("response_token_ids", entry.get("response"))
     return Record(str(entry.get("id", f"line{n}")), n, content, key, None if group is None else str(group), response)
@@ -170,9 +176,10 @@ def encode_prompts(
 
     A `text` record is a document to cut a prompt from: it must have at least `prompt_tokens` tokens and is cut there.
     Other prompts are used whole, or cut to their last `prompt_tokens` tokens. With `given`, records need a response.
-    Chosen deterministically; what was skipped is listed in `report`.
+    Chosen deterministically; what was skipped is listed in `report`. A repeated id gets its line number behind it.
     """
     chosen: list[Prompt] = []
+    taken: set[str] = set()
     for i in np.random.default_rng(seed).permutation(len(records)):
         if len(chosen) == count:
             break
@@ -180,7 +187,7 @@ def encode_prompts(
         try:
             ids = _encode(record, tokenizer)
             response = _response(record, tokenizer, max_response) if given else None
-        except (SpecqError, ValueError, TypeError) as error:
+        except (SpecqError, ValueError, TypeError, OverflowError) as error:
             report.skipped.append((record.line, str(error)))
             continue
         if record.kind == "text" and len(ids) < prompt_tokens:
@@ -194,7 +201,9 @@ def encode_prompts(
         if long:
             ids = ids[:prompt_tokens] if record.kind == "text" else [ids[0], *ids[len(ids) - prompt_tokens + 1 :]]
         truncated = long and record.kind != "text"
-        chosen.append(Prompt(record.id, record.id, record.group, tuple(ids), response, truncated))
+        name = record.id if record.id not in taken else f"{record.id} (line {record.line})"
+        taken.add(name)
+        chosen.append(Prompt(name, name, record.group, tuple(ids), response, truncated))
     if not chosen:
         detail = f"{report.too_short} shorter than {prompt_tokens} tokens" if report.too_short else ""
         if report.skipped:

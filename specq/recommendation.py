@@ -24,7 +24,7 @@ def shift_block(analysis: Analysis, arm: str, k: int, text: str, null: str | Non
         se=_finite(own.se),
         null_value=floor.value if floor else None,
         null_ci95=_pair(floor) if floor else (None, None),
-        significant=stats.significant(analysis.shift_minus_null(arm, k, null)),
+        significant=stats.significant(own, analysis.shift_minus_null(arm, k, null)),
     )
 
 

@@ -97,8 +97,8 @@ def studentised(
     if se == 0.0:
         return Estimate(value, 0.0, value, value)
     draw_se = _standard_error(draw_residuals, weights)
-    # a draw made of one document repeated has no spread and tells nothing about the tails
-    usable = draw_se > 1e-12 * se
+    # a draw made of one document repeated has no spread, only rounding noise, and tells nothing about the tails
+    usable = ((weights > 0).sum(-1) > 1) & (draw_se > 1e-6 * se)
     t = (draws[usable] - value) / draw_se[usable]
     floor = float(student.ppf((1 + LEVEL) / 2, residuals.shape[-1] - 1))
     low, high = np.quantile(t, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]) if usable.any() else (-floor, floor)
@@ -153,9 +153,12 @@ class Resampler:
         return np.concatenate([np.ones((len(m), 1)), m], axis=1)
 
 
-def significant(shift_minus_null: Estimate) -> bool:
-    """Whether a shift is told apart from the noise floor: the paired interval of (shift - null shift) excludes 0."""
-    return shift_minus_null.excludes_zero
+def significant(shift: Estimate, shift_minus_null: Estimate) -> bool:
+    """Whether a shift is told apart from the noise floor: the paired interval of (shift - null shift) excludes 0.
+
+    The shift's own interval must exclude 0 as well: an exact 0 is no shift, wherever the null arm lies.
+    """
+    return shift_minus_null.excludes_zero and shift.excludes_zero
 
 
 def mean_excess(excess: np.ndarray) -> tuple[float, float]:

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
 from specq import analysis, decision, files, pairs, recommendation
 from specq.acceptance import Rule
 from specq.analysis import BASE, NULL, Analysis
 from specq.chain import edge_bias
 from specq.config import DRAWS, StudyConfig
-from specq.cost import CostModel, measured, roofline, table
+from specq.cost import CostModel, Operating, cycle_times, measured, roofline, table
 from specq.cost.gpus import get_gpu
 from specq.decision import Decision, StudyFacts
 from specq.errors import SpecqError
@@ -22,15 +24,16 @@ from specq.inputs import (
     Models,
     Scales,
     calibrate,
+    choose_prompts,
     given_texts,
     load_models,
-    read_prompts,
+    prompt_source,
     resolve_sampling,
     round_query_policy,
 )
 from specq.kv import KVFormat, get_format
 from specq.progress import Reporter
-from specq.prompts import Prompt, PromptReport
+from specq.prompts import Prompt, PromptReport, read_records
 from specq.replay import ALTERNATIVE, Arm, ReplayResult, Setting, score_texts
 from specq.report.schema import Recommendation
 from specq.texts import Text, sample_texts
@@ -153,7 +156,18 @@ def build_cost(config: StudyConfig, models: Models, formats: Sequence[KVFormat],
         shapes = (roofline.ModelShape.of(m) for m in (models.target, models.draft))
         return roofline.Roofline(get_gpu(config.cost.removeprefix("roofline:")), *shapes)
     if config.cost != "measured":
-        return table.read_timings(config.cost)
+        cost = table.read_timings(config.cost)
+        for at in (
+            Operating(b, c, f.name, "bf16") for b in config.batch for c in config.context for f in (BF16, *formats)
+        ):
+            cycle_times(cost, at, config.k_max)  # what the table lacks is said now, not after hours of scoring
+        return cost
+    positions = min(m.geometry.max_positions for m in (models.target, models.draft))
+    if max(config.context) + config.k_max + 1 > positions:
+        raise SpecqError(
+            f"--context {max(config.context)} with {config.k_max} drafts is beyond the pair's {positions} positions, so its"
+            " steps cannot be timed; give a shorter --context"
+        )
     names = sorted({BF16.name, *(f.name for f in formats)})
     steps = measured.steps_to_time(len(names), 1, len(config.batch), len(config.context), config.k_max)
     with reporter.task("timing steps on this machine", steps) as done:
@@ -179,9 +193,11 @@ def run_study(
     """
     watch = Stopwatch()
     formats = [get_format(name) for name in config.dtypes]
+    records, prompt_report = read_records(prompt_source(config))
     pair, models = load_models(config, reporter)
+    cost = None if config.cost == "measured" else build_cost(config, models, formats, reporter)
     transform, draft_transform = resolve_sampling(config, models.target)
-    prompts, prompt_report, spare = read_prompts(config, models)
+    prompts, spare = choose_prompts(config, models, records, prompt_report)
     rule = Rule(config.draft_sampling, config.verify)
     watch.lap("load")
     with files.whole_directory(out, overwrite) as folder:
@@ -203,9 +219,10 @@ def run_study(
                 texts = sample(config, models, prompts, f, setting, reporter)
                 own[f.name] = score(config, models, "own", texts, arms_of(f), setting, f"{f.name}'s own text", reporter)
         watch.lap("score")
-        cost = build_cost(config, models, formats, reporter)
+        cost = cost or build_cost(config, models, formats, reporter)
         watch.lap("cost")
-        facts = gather_facts(config, pair, models, setting, formats, main)
+        facts = gather_facts(config, pair, models, setting, formats, main, own)
+        facts.warnings[None] += prompt_warnings(config, prompts, prompt_report)
         study = Study(
             config, directories, pair, models, setting, prompts, prompt_report, main, own, facts, cost,
             timings=watch.seconds,
@@ -250,9 +267,34 @@ def decide(study: Study, formats: Sequence[KVFormat]) -> None:
         )
 
 
+def prompt_warnings(config: StudyConfig, prompts: Sequence[Prompt], report: PromptReport) -> list[str]:
+    """What a reader should know about the prompt file: records skipped, and a shortfall."""
+    out = []
+    if report.skipped:
+        line, why = report.skipped[0]
+        out.append(
+            f"{len(report.skipped)} records of the prompt file were skipped (first: line {line}, {why}); see study.json"
+        )
+    if len(prompts) < config.num_prompts:
+        short = f", {report.too_short} were shorter than {config.prompt_tokens} tokens" if report.too_short else ""
+        out.append(f"{len(prompts)} usable prompts where {config.num_prompts} were asked for{short}")
+    return out
+
+
+def _native_fp8(config: StudyConfig) -> bool | None:
+    if config.cost.startswith("roofline:"):
+        return get_gpu(config.cost.removeprefix("roofline:")).fp8
+    if config.device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_capability() >= (8, 9)
+    return None
+
+
 def gather_facts(
-    config: StudyConfig, pair: pairs.Pair, models: Models, setting: Setting, formats: Sequence[KVFormat], main: TextSet
-) -> StudyFacts:
+    config: StudyConfig, pair: pairs.Pair, models: Models, setting: Setting, formats: Sequence[KVFormat], main: TextSet,
+    own: dict[str, TextSet],
+) -> StudyFacts:  # fmt: skip
     """What all formats share, with the warnings that belong to the study or to one format."""
     warnings: dict[str | None, list[str]] = {None: []}
     sources = {f.name: _scale_source(f, setting.scales, models) for f in formats}
@@ -260,13 +302,20 @@ def gather_facts(
         if source in ("one", "checkpoint in part"):
             text = "K and V scales are 1.0 where the checkpoint gives none, as vLLM does; --calibrate FILE takes better ones"
             warnings.setdefault(name, []).append(text)
-    stored = sum(len(t.prompt.tokens) + t.positions for t in main.texts)
-    for p, counts in main.replay.saturated.items():
-        g = models.of(p.role).geometry
-        share = sum(counts) / (2 * stored * g.layers * g.kv_heads * g.head_dim)
-        if share > SATURATION_WARNING:
-            text = f"{share:.2%} of the {p.role}'s K and V saturate at the largest {p.format.name} code"
-            warnings.setdefault(p.format.name, []).append(text)
+    for texts in (main, *own.values()):
+        stored = sum(len(t.prompt.tokens) + t.positions for t in texts.texts)
+        for p, counts in texts.replay.saturated.items():
+            g = models.of(p.role).geometry
+            share = sum(counts) / (2 * stored * g.layers * g.kv_heads * g.head_dim)
+            if share > SATURATION_WARNING:
+                text = f"{100 * share:.2g} % of the {p.role}'s K and V saturate at the largest {p.format.name} code"
+                warnings.setdefault(p.format.name, []).append(text)
+        for arm, columns in texts.columns.items():
+            if not np.isfinite(columns["kl"]).all():
+                text = "the baseline's support reaches beyond the format's under top-k or top-p: its KL divergence is infinite"
+                warnings.setdefault(arm.split("+")[0] if arm != NULL else None, []).append(
+                    f"{text}, null in study.json"
+                )
     if config.text == "given":
         mean, se, z = main.analysis.excess(BASE)
         if abs(z) > GIVEN_TEXT_Z:
@@ -294,7 +343,8 @@ def gather_facts(
         target_vocab=models.vocabulary.target_logits,
         draft_vocab=models.vocabulary.draft_logits,
         scale_sources=sources,
-        warnings=warnings,
+        warnings={name: list(dict.fromkeys(w)) for name, w in warnings.items()},
+        native_fp8=_native_fp8(config),
     )
 
 

@@ -58,7 +58,12 @@ def summarise_study(study: "Study") -> dict:
             "ended_by_eos": sum(t.ended for t in main.texts),
         },
         "scales": facts.scale_sources,
-        "saturated_per_layer": {f"{p.role}:{p.format.name}": c for p, c in replay.saturated.items() if any(c)},
+        "saturated_per_layer": {
+            f"{s.kind} text:{p.role}:{p.format.name}": c
+            for s in (main, *study.own.values())
+            for p, c in s.replay.saturated.items()
+            if any(c)
+        },
         "text": main.kind,
         "arms": {n: summarise(main.analysis, n, main.columns[n]) for n in main.analysis.arms},
         "null_arm": {str(k): main.analysis.shift(NULL, k).as_dict() for k in range(1, config.k_max + 1)},
@@ -105,9 +110,10 @@ def _shifts(a: Analysis) -> dict:
         out[name] = {}
         for k in range(1, a.k_max + 1):
             beyond = a.shift_minus_null(name, k, NULL)
-            out[name][str(k)] = a.shift(name, k).as_dict() | {
+            shift = a.shift(name, k)
+            out[name][str(k)] = shift.as_dict() | {
                 "minus_null": beyond.as_dict(),
-                "significant": significant(beyond),
+                "significant": significant(shift, beyond),
             }
     return out
 

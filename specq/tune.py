@@ -78,16 +78,18 @@ class Gain:
 
 
 def retuning(curve: Curve, current: int, recommended: int) -> Gain:
-    """Gain of `recommended` over `current`; in every draw the K is chosen anew, so the choice's own noise is included.
+    """Gain of `recommended` over `current`, with an interval that includes the choice of K.
 
-    Draws of NaN (one document) give intervals of NaN and no shares.
+    Every draw chooses its own K and is judged on another draw: choosing and judging on the same noise would find a gain
+    where all K are alike. Draws of NaN (one document) give intervals of NaN and no shares.
     """
     value = float(curve.point[recommended] / curve.point[current] - 1)
     if np.isnan(curve.draws).any():
         return Gain(value, [np.nan] * 2, [np.nan] * 2, {})
     ks = draw_choices(curve.draws)
-    chosen = np.take_along_axis(curve.draws, ks[:, None], 1)[:, 0]
-    ratio = chosen / curve.draws[:, current]
+    judged = np.roll(curve.draws, 1, axis=0)
+    chosen = np.take_along_axis(judged, ks[:, None], 1)[:, 0]
+    ratio = chosen / judged[:, current]
     low, high = (x - 1 for x in quantile_interval(ratio))
     shares = {int(k): float((ks == k).mean()) for k in np.unique(ks)}
     # a point outside its draws' interval would be an artefact of choosing per draw: widen, never shift

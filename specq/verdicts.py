@@ -10,6 +10,8 @@ from specq.kv import KVFormat
 from specq.report.schema import Shift, Verdict
 from specq.tune import choose_k
 
+SHORT_CONTEXT = 2000  # tokens
+
 
 def find_verdicts(
     facts: StudyFacts,
@@ -22,13 +24,23 @@ def find_verdicts(
     """Verdicts of one format; `probabilistic` is the study under probabilistic drafting where it drafted greedily."""
     arm, out = f"{fmt.name}+bf16", []
     k = shift.k
-    median = float(np.median([len(t.prompt.tokens) + len(t.response) for t in analysis.texts]))
-    if median < 2000:
+    context = facts.config.context[0]
+    if context < SHORT_CONTEXT:
         out.append(
             Verdict(
                 code="short_context",
-                decision="contexts are too short for the KV format to matter for speed",
-                evidence=f"median text length {median:.0f} tokens, under 2000",
+                decision="at so short a context K and V are a small part of what a serving GPU reads: expect little speed from"
+                " their format",
+                evidence=f"decided for a context of {context} tokens, under {SHORT_CONTEXT}",
+            )
+        )
+    if facts.native_fp8 is False and fmt.name.startswith("fp8"):
+        out.append(
+            Verdict(
+                code="no_native_fp8",
+                decision="the accelerator has no FP8 units: serving engines refuse or emulate this format there",
+                evidence=f"{facts.config.cost if facts.config.cost.startswith('roofline:') else facts.config.device}: compute"
+                " capability under 8.9",
             )
         )
     best_mu = analysis.arms[BASE].emitted(decision.baseline_recommended) - 1
@@ -49,14 +61,15 @@ def find_verdicts(
                 evidence="the checkpoint holds no K and V scales and no calibration was asked for",
             )
         )
-    inherited = analysis.resampler.shift(analysis.arms[f"{fmt.name}+{fmt.name}"].sums, analysis.arms[arm].sums, k)
-    if inherited.excludes_zero:
+    both = f"{fmt.name}+{fmt.name}"
+    inherited = analysis.shift(both, k)
+    if stats.significant(inherited, analysis.shift_minus_null(both, k, NULL)):
         out.append(
             Verdict(
                 code="draft_kv_inherited",
-                decision=f"keep the draft's cache in BF16: {fmt.name} there changes mu as well",
-                evidence=f"quantizing the draft's cache too changes mu by {inherited.value:+.4f}"
-                f" [{inherited.lo:+.4f}, {inherited.hi:+.4f}] at K = {k}",
+                decision=f"a draft that inherits {fmt.name} shifts mu beyond the noise floor; its cache can stay in BF16",
+                evidence=f"with both caches quantized mu shifts by {inherited.value:+.5f}"
+                f" [{inherited.lo:+.5f}, {inherited.hi:+.5f}] at K = {k}",
             )
         )
     if not shift.significant:

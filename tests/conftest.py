@@ -5,6 +5,8 @@ import os
 import shutil
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Waiting threads that spin make a busy machine crawl.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Triton kernels run in its interpreter where there is no GPU; this must be set before triton is imported.
 os.environ.setdefault("TRITON_INTERPRET", "0" if shutil.which("nvidia-smi") else "1")
 

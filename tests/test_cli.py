@@ -14,7 +14,7 @@ def run(*args, cwd=None, **env):
     """The console program in a process of its own."""
     command = [sys.executable, "-m", "specq.cli", *map(str, args)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"} | env
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=900)
 
 
 def test_help_and_version_import_nothing_heavy():
@@ -43,7 +43,7 @@ def test_help_and_version_import_nothing_heavy():
         (["--cost", "nothing"], "neither measured, nor roofline:GPU, nor a file"),
         (["--k-max", "0"], "--k-max: Input should be greater than or equal to 1"),
         (["--k-max", "100"], "--k-max: Input should be less than or equal to 64"),
-        (["--current-k", "17"], "current_k 17 is beyond k_max 16"),
+        (["--current-k", "17"], "--current-k 17 is beyond --k-max 16"),
         (["--text", "mine"], "--text: Input should be 'same', 'own', 'both' or 'given'"),
         (["--top-p", "0"], "--top-p: Input should be greater than 0"),
         (["--batch", "1,x"], "--batch takes whole numbers"),
@@ -85,9 +85,24 @@ def test_lists_and_schemas():
     assert bad.returncode == 2 and "speculation_profile" in bad.stderr
 
 
-def test_transformers_stays_importable_from_the_repository_root():
-    """No folder of ours shadows the hub's `kernels` package, which transformers looks for."""
+def python(code, cwd, **env):
+    """Run code in a fresh interpreter; returns its exit status and errors."""
+    out = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=os.environ | env, capture_output=True, text=True)
+    return out.returncode, out.stderr
+
+
+def test_no_folder_of_ours_stands_in_for_the_hubs_kernels(tmp_path):
+    """transformers looks for the hub's `kernels` package: from the repository root it does not take our folder for it, a
+    real one wins over the folder, and elsewhere there is none."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    code = "from transformers import AutoModelForCausalLM; import importlib.util as u; s = u.find_spec('kernels');" \
-           "assert s is None or s.origin is not None, s"  # fmt: skip
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True).returncode == 0
+    without = (
+        "from transformers import AutoModelForCausalLM; from transformers.utils import is_kernels_available as k;"
+        "assert not k()"
+    )
+    assert python(without, root) == (0, "")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("real = True")
+    assert python("import kernels; assert kernels.real", root, PYTHONPATH=str(tmp_path)) == (0, "")
+    (tmp_path / "elsewhere").mkdir()
+    absent = "import importlib.util as u, specq, specq_kernels; assert u.find_spec('kernels') is None, u.find_spec('kernels')"
+    assert python(absent, tmp_path / "elsewhere") == (0, "")

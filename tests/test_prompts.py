@@ -144,3 +144,19 @@ def test_chat_templates_are_applied_with_one_bos(tmp_path, tokenizer):
         assert {p.id: p.tokens for p in prompts} == {"line1": (0, 2, 5), "line2": (0, 3, 5)}
     finally:
         tokenizer.chat_template = None
+
+
+def test_strange_records_are_skipped_not_fatal(tmp_path, tokenizer):
+    """Half surrogates, infinite ids, deep nesting and repeated ids: a reason, or a name of its own; never a traceback."""
+    deep = "[" * 100_000
+    lines = ['{"prompt": "a", "id": "x"}', '{"prompt": "b", "id": "x"}', '{"prompt": "\\ud800"}',
+             '{"prompt_token_ids": [1, 1e999]}', deep]  # fmt: skip
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(lines))
+    prompts, report = encode(path, tokenizer)
+    assert {p.document for p in prompts} in ({"x", "x (line 2)"}, {"x", "x (line 1)"})
+    assert sorted(n for n, _ in report.skipped) == [3, 4, 5]
+    damaged = tmp_path / "p.txt.gz"
+    damaged.write_bytes(b"\x1f\x8b\x08\x00" + b"\x00" * 6 + b"not deflate")
+    with pytest.raises(SpecqError, match="cannot read prompt file"):
+        read_records(damaged)

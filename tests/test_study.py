@@ -347,3 +347,66 @@ def test_generation_config_sampling_is_used_unless_overridden(tmp_path, word_pro
     assert (study.facts.transform.temperature, study.facts.transform.top_p) == (0.6, 0.9)
     study, _ = small_study(tmp_path / "b", pair, prompts=str(word_prompts), temperature=0.0)
     assert study.facts.transform.greedy and study.facts.transform.top_p == 0.9
+
+
+def test_overwrite_replaces_studies_and_nothing_else(tmp_path):
+    """--overwrite on a directory that holds something else is refused and leaves it; a study is replaced."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+    out = run("study", *SMALL, "--out", folder, "--overwrite", cwd=tmp_path)
+    assert out.returncode == 2 and "no study" in out.stderr and (folder / "thesis.tex").read_text() == "years of work"
+    for bad in (tmp_path / "mine" / "thesis.tex", "."):
+        assert run("study", *SMALL, "--out", bad, "--overwrite", cwd=tmp_path).returncode == 2
+
+
+def test_a_second_study_into_the_same_directory_is_refused(tmp_path):
+    """While one study writes, another into the same directory is refused; what a killed one left is cleared."""
+    from specq.errors import SpecqError
+    from specq.files import whole_directory
+
+    out = tmp_path / "out"
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "left").write_text("")
+    with whole_directory(out, False) as folder:
+        assert list(folder.iterdir()) == []
+        with pytest.raises(SpecqError, match="another study is being written"), whole_directory(out, False):
+            pass
+        (folder / "study.json").write_text("{}")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_edited_timings_file_is_another_configuration(tmp_path):
+    """The answer depends on the timings file's content, so editing it is not answered from the finished study."""
+    timing = tmp_path / "t.json"
+    kinds = [("draft", 0.3, "bf16"), ("target", 1.0, "bf16"), ("target", 1.0, "fp8")]
+    rows = [{"kind": k, "batch": 1, "context": 1, "new_tokens": 1, "kv_format": f, "seconds": s} for k, s, f in kinds]
+    timing.write_text(json.dumps(rows))
+    args = ["study", *SMALL, "--num-prompts", "2", "--cost", timing, "--out", tmp_path / "out"]
+    assert run(*args, cwd=tmp_path).returncode == 0
+    rows[0]["seconds"] = 5.0
+    timing.write_text(json.dumps(rows))
+    again = run(*args, cwd=tmp_path)
+    assert again.returncode == 2 and "another configuration" in again.stderr
+    timing.write_text(json.dumps(rows[:2]))
+    lacking = run(*args[:-1], tmp_path / "new", cwd=tmp_path)
+    assert (
+        lacking.returncode == 2
+        and "no target timing for fp8_e4m3" in lacking.stderr
+        and not (tmp_path / "new").exists()
+    )
+
+
+def test_missing_fp8_units_are_said(tmp_path):
+    """An A100 has no FP8 units: a verdict says so for FP8 formats and not for INT8."""
+    study, _ = small_study(tmp_path, dtypes=("fp8", "int8"), cost="roofline:a100")
+    codes = {n: {v.code for v in r.verdicts} for n, r in study.recommendations.items()}
+    assert "no_native_fp8" in codes["fp8_e4m3"] and "no_native_fp8" not in codes["int8_per_token_head"]
+
+
+def test_few_documents_give_wide_but_sane_intervals(tmp_path):
+    """Three documents: draws of one repeated document do not blow the interval up, and an exact 0 is never significant."""
+    study, folder = small_study(tmp_path, num_prompts=3, dtypes=("bf16", "fp8"))
+    assert study.recommendations["bf16"].mu_shift.significant is False
+    null = strict_json(folder / "study.json")["null_arm"]["5"]
+    assert max(abs(x) for x in null["ci95"]) < 1000 * null["se"]
