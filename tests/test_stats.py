@@ -139,8 +139,8 @@ def test_noise_alone_is_seldom_significant(studied):
     against_base, against_null = [], []
     for seed, s in enumerate(studies):
         r = Resampler(DOCUMENTS, DRAWS, seed)
-        against_base.append([significant(r.shift(s.null, s.base, k)) for k in KS])
-        against_null.append([significant(r.shift(s.twin, s.null, k)) for k in KS])
+        against_base.append([r.shift(s.null, s.base, k).excludes_zero for k in KS])
+        against_null.append([significant(r.shift(s.twin, s.base, k), r.shift(s.twin, s.null, k)) for k in KS])
     for what in (against_base, against_null):
         assert (share(what) <= 0.06).all(), share(what)
 
@@ -232,7 +232,9 @@ def test_identical_arms_shift_by_exactly_nothing():
     again = Sums(base.tokens.copy(), base.ends.copy())
     estimate = Resampler(30, DRAWS, 0).shift(again, base, 1)
     assert estimate == Estimate(0.0, 0.0, 0.0, 0.0)
-    assert not significant(estimate)
+    assert not significant(estimate, estimate)
+    off = Estimate(-1e-4, 1e-6, -1.1e-4, -0.9e-4)  # a null arm away from 0 makes no shift out of an exact 0
+    assert not significant(estimate, off)
 
 
 def test_exact_null_does_not_break_significance():
@@ -244,8 +246,8 @@ def test_exact_null_does_not_break_significance():
     r = Resampler(30, DRAWS, 0)
     assert r.shift(null, base, 2) == Estimate(0.0, 0.0, 0.0, 0.0)
     assert r.shift(arm, null, 2) == r.shift(arm, base, 2)
-    assert significant(r.shift(arm, null, 2))
-    assert not significant(r.shift(noisy, null, 2))
+    assert significant(r.shift(arm, base, 2), r.shift(arm, null, 2))
+    assert not significant(r.shift(noisy, base, 2), r.shift(noisy, null, 2))
 
 
 def test_documents_without_spread_give_the_value_itself():
@@ -254,7 +256,7 @@ def test_documents_without_spread_give_the_value_itself():
     base, arm = Sums(tokens, np.full((20, 1), 64.0)), Sums(tokens, np.full((20, 1), 32.0))
     estimate = Resampler(20, DRAWS, 0).shift(arm, base, 1)
     assert estimate == Estimate(2.0, 0.0, 2.0, 2.0)
-    assert significant(estimate)
+    assert significant(estimate, estimate)
 
 
 def test_one_document_has_an_infinite_interval():
@@ -264,7 +266,7 @@ def test_one_document_has_an_infinite_interval():
     for estimate in (r.emitted(base, 1), r.shift(arm, base, 1)):
         assert np.isfinite(estimate.value)
         assert (estimate.se, estimate.lo, estimate.hi) == (np.inf, -np.inf, np.inf)
-        assert not significant(estimate)
+        assert not significant(estimate, estimate)
 
 
 def test_shift_is_antisymmetric():
