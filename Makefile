@@ -33,7 +33,7 @@ bench-kernels:
 wheel: $(READY)
 	@$(VENV)/bin/pip wheel --quiet --no-deps -w dist .
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml hatch_build.py constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"specq needs Python 3.11 to 3.13 and {sys.executable} is {v[0]}.{v[1]}; pass PYTHON=python3.12, say")'
 	@echo "setting up $(VENV) (a few minutes the first time: PyTorch is large)"
 	@$(PYTHON) -m venv $(VENV)
