@@ -1,12 +1,12 @@
-"""Kernel benchmark on a CUDA GPU: `make bench-kernels`, or `python -m specq_kernels.bench [table|sweep|store|accept|replay]`.
+"""Kernel benchmark on a CUDA GPU: `make bench-kernels`, or `python -m specq_kernels.bench [table sweep store accept replay]`.
 
 Attention: geometry of one layer (query heads / KV heads / head_dim), page size 16, pages in random order, CUDA-graph
 replays over disjoint page tables several times the L2 cache. Every kernel is checked against the float32 reference before
-it is timed. Rates are KV bytes (scales counted) over time, and percent of a device copy's rate in the same run. Others are
-timed beside ours where they can be imported: torch SDPA, FlashAttention 3 and vLLM's Triton unified attention. Prints a
-table, and one JSON line last.
+it is timed. Rates are KV bytes (scales counted) over time, and percent of a device copy's rate in the same run. Prints a
+table, and one JSON line last; studies/results/kernels/ keeps them.
 """
 
+import datetime
 import json
 import platform
 import statistics
@@ -159,6 +159,24 @@ def sweep(points: list[tuple], geometry: tuple = (64, 8, 128)) -> list[dict]:
     return rows
 
 
+def table(rate: float, geometry: tuple = (64, 8, 128)) -> list[dict]:
+    """Verify attention with its defaults over the points of the geometry; checked before it is timed."""
+    rows = []
+    for batch in (1, 8, 32):
+        for context in (2048, 8192, 32768):
+            for name in FORMATS:
+                for queries in (1, 4, 5, 8):
+                    case = Case(name, batch, context, queries, *geometry)
+                    error = case.error(case.run(0))
+                    if not error < 3e-3:
+                        raise SystemExit(f"{name} {batch}x{context} q{queries}: relative error {error}")
+                    us = case.time()
+                    share = 100 * case.kv_bytes / us / 1e3 / rate
+                    rows.append({"kernel": "verify", "format": name, "batch": batch, "context": context,
+                                 "queries": queries, "us": us, "percent_of_copy": share, "error": error})  # fmt: skip
+    return rows
+
+
 def bench_store(rate: float, tokens: int = 4096, kv_heads: int = 8, dim: int = 128) -> list[dict]:
     """Store at `tokens` tokens: bytes read (bf16 K and V) plus written over time."""
     rows = []
@@ -219,6 +237,7 @@ def describe() -> dict:
     """The machine, for the result file."""
     return {
         "gpu": torch.cuda.get_device_name(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
@@ -229,12 +248,12 @@ def describe() -> dict:
 
 def main(what: list[str]) -> None:
     """Run the named parts and print one JSON line last."""
-    what = what or ["store", "accept", "replay"]
+    what = what or ["store", "accept", "replay", "table"]
     result: dict = {"machine": describe()}
     if "sweep" in what:
         points = [(32, 8192, 4, (4096,)), (1, 32768, 4, (1024,)), (32, 8192, 1, (4096,))]
         result["sweep"] = sweep(points)
-    if {"store", "accept"} & set(what):
+    if {"store", "accept", "table"} & set(what):
         rate = copy_rate()
         result["copy_gb_per_s"] = rate
         result["store"] = bench_store(rate) if "store" in what else []
@@ -242,9 +261,11 @@ def main(what: list[str]) -> None:
     if "replay" in what:
         result["matrix_tflops"] = matrix_rate()
         result["replay"] = bench_replay(result["matrix_tflops"])
-    for part in ("store", "acceptance", "replay"):
+    if "table" in what:
+        result["verify"] = table(result["copy_gb_per_s"])
+    for part in ("store", "acceptance", "replay", "verify"):
         for row in result.get(part, []):
-            print("  ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+            print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
     print(json.dumps(result))
 
 
