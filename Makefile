@@ -21,7 +21,7 @@ lint: $(READY)
 
 # make bench ARGS="study precision:1" runs some of the benches
 bench: $(READY)
-	@$(VENV)/bin/python -m specq.bench $(ARGS)
+	@$(VENV)/bin/specq bench $(ARGS)
 
 # on a machine with a CUDA GPU: the kernel tests on the hardware, and the kernel benchmark
 test-gpu:

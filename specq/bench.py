@@ -1,4 +1,4 @@
-"""Benchmarks of specq itself, on this machine: `make bench` (all) or `python -m specq.bench NAME ...`.
+"""Benchmarks of specq itself, on this machine: `make bench` (all) or `specq bench NAME ...`.
 
     help       seconds and heaviness of `specq --help`
     chain      the estimator for 64 texts x 512 positions and all K <= 16
@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+
+from specq.errors import SpecqError
 
 
 def _seconds(call: Callable[[], object], repeats: int = 5) -> float:
@@ -104,12 +106,8 @@ def main(names: list[str]) -> None:
     """Run the named benches (all by default) and print one JSON line each."""
     unknown = sorted({n.split(":")[0] for n in names} - set(BENCHES))
     if unknown:
-        sys.exit(f"unknown bench {', '.join(unknown)}; known are {', '.join(BENCHES)}")
+        raise SpecqError(f"unknown bench {', '.join(unknown)}; known are {', '.join(BENCHES)}")
     for name in names or BENCHES:
         name, *arguments = name.split(":")
         print(f"{name}: {BENCHES[name].__doc__.splitlines()[0]}", file=sys.stderr)
         print(json.dumps(BENCHES[name](*arguments)))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -82,6 +82,16 @@ def study(
 
 
 @app.command()
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(help="help, chain, study, precision[:SEED].")] = None,
+) -> None:
+    """Benchmark specq itself on this machine; one JSON line each."""
+    from specq.bench import main as run_benches
+
+    run_benches(names or [])
+
+
+@app.command()
 def formats() -> None:
     """List the KV formats."""
     from specq.kv import FORMATS

@@ -50,6 +50,7 @@ def study_command(options: dict[str, Any], dtypes: list[str], out: Path | None, 
     out = Path(os.path.normpath(out or Path("runs") / "-".join([name, *directories.values()])))
     if not out.name:
         raise SpecqError(f"--out {out} is no directory that a study could be renamed to; name a new one")
+    files.refuse_foreign(out)  # now, not after the models are loaded
     if (out / "study.json").is_file() and not overwrite:
         finished = files.read_json(out / "study.json")
         if finished.get("configuration") != config.model_dump(mode="json"):

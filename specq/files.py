@@ -60,6 +60,12 @@ def write_parquet(path: Path, columns: Mapping[str, Sequence], metadata: Mapping
     pq.write_table(table, path, compression="zstd")
 
 
+def refuse_foreign(out: Path) -> None:
+    """Raises SpecqError when `out` holds something that is no study, which nothing here may replace."""
+    if out.exists() and not (out / "study.json").is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise SpecqError(f"{out} exists and is no study; choose another --out")
+
+
 @contextmanager
 def whole_directory(out: Path, overwrite: bool) -> Iterator[Path]:
     """Work in `<out>.partial/` and rename it to `out` when the block ends without an exception.
@@ -68,8 +74,7 @@ def whole_directory(out: Path, overwrite: bool) -> Iterator[Path]:
     refused while the first one runs; what a killed one left is cleared. `overwrite` replaces studies only: any other
     directory that holds something is refused.
     """
-    if out.exists() and not (out / "study.json").is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise SpecqError(f"{out} exists and is no study; choose another --out")
+    refuse_foreign(out)
     partial = out.with_name(out.name + ".partial")
     with _sole_writer(out):
         yield from _work_in(partial, out, overwrite)
@@ -96,7 +101,6 @@ def _sole_writer(out: Path) -> Iterator[None]:
 
 def _work_in(partial: Path, out: Path, overwrite: bool) -> Iterator[Path]:
     try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
     except OSError as error:

@@ -247,8 +247,12 @@ def test_results_do_not_depend_on_the_batch_and_repeat_bit_for_bit():
 
 
 def test_power_of_two_scales_give_the_same_attention():
-    """Check 3: static scales s and 2s store other codes and give the same attention, to the reference's rounding."""
-    outs = []
+    """Check 3: static scales s and 2s store other codes, read back bit-equal, and give the same attention: the scale only
+    enters the query and the output, by powers of two."""
+    read, attended = [], []
+    one = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    q = torch.randn(1, 2, 4, 64, generator=torch.Generator().manual_seed(6)).to(DEVICE, QUERY_DTYPE)
+    table = torch.arange(4, dtype=torch.int32, device=DEVICE)[None]
     for s in (1 / 32, 1 / 16):
         cache = PagedKV.allocate("fp8_e4m3", 4, 2, 16, 64, DEVICE, k_static=s, v_static=s)
         g = torch.Generator().manual_seed(5)
@@ -256,8 +260,10 @@ def test_power_of_two_scales_give_the_same_attention():
             torch.randn(60, 2, 64, generator=g).sign() * (0.5 + torch.rand(60, 2, 64, generator=g)) for _ in range(2)
         )
         store_kv(k.to(DEVICE), v.to(DEVICE), cache, torch.arange(60, device=DEVICE))
-        outs.append([reference.dequantize(cache, p) for p in "kv"])
-    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+        read.append([reference.dequantize(cache, p) for p in "kv"])
+        attended.append(verify_attention(q, cache, table, 60 * one, 2 * one, 60).float())
+    assert all(torch.equal(a, b) for a, b in zip(*read, strict=True))
+    assert float((attended[0] - attended[1]).norm() / attended[0].norm()) < TOLERANCE
 
 
 @pytest.mark.skipif(INTERPRETED, reason="long contexts need the hardware")

@@ -86,8 +86,7 @@ class QuantizedLayer(CacheLayerMixin):
             scale = getattr(self.scales, part)
             self._write(part, fmt.store(x, part, scale))
             self.nonfinite = self.nonfinite + (~torch.isfinite(x)).sum()
-            if fmt.granularity(part) in ("tensor", "channel"):
-                self.saturated = self.saturated + fmt.count_saturated(x, part, scale)
+            self.saturated = self.saturated + fmt.count_saturated(x, part, scale)
         self.pending = key_states.shape[-2]
         return self, self
 
