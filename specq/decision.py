@@ -10,7 +10,7 @@ from specq.cost import CostModel, Operating
 from specq.inputs import Models
 from specq.kv import KVFormat, get_format
 from specq.models import Geometry
-from specq.sampling import Transform
+from specq.rules import Transform
 from specq.tune import MAX_LOSS, Curve, Gain, quantile_interval, retuning, schedule, speed_curve
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from specq.errors import SpecqError
 
 if TYPE_CHECKING:
-    from specq.texts import Text
+    from specq.prompts import Text
 
 
 def finite(value: Any) -> Any:  # noqa: ANN401 - any JSON value

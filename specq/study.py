@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from specq import analysis, decision, files, pairs, recommendation
-from specq.acceptance import Rule
 from specq.analysis import BASE, NULL, Analysis
 from specq.chain import edge_bias
 from specq.config import DRAWS, StudyConfig
@@ -33,10 +32,11 @@ from specq.inputs import (
 )
 from specq.kv import KVFormat, get_format
 from specq.progress import Reporter
-from specq.prompts import Prompt, PromptReport, read_records
+from specq.prompts import Prompt, PromptReport, Text, read_records
 from specq.replay import ALTERNATIVE, Arm, ReplayResult, Setting, score_texts
 from specq.report.schema import Recommendation
-from specq.texts import Text, sample_texts
+from specq.rules import Rule
+from specq.texts import sample_texts
 
 BF16 = get_format("bf16")
 SATURATION_WARNING = 1e-6  # share of saturated elements worth a word

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specq import __version__
-from specq.acceptance import Rule
 from specq.analysis import BASE, NULL, Analysis, summarise
 from specq.config import DRAWS, StudyConfig
 from specq.kv import get_format
 from specq.models import LoadedModel
+from specq.rules import Rule
 from specq.stats import significant
 from specq.tune import Curve
 

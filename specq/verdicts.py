@@ -53,7 +53,7 @@ def find_verdicts(
                 " under 3.0",
             )
         )
-    if fmt.codec.dtype.itemsize == 1 and facts.scale_sources.get(fmt.name) == "one":
+    if fmt.codec.itemsize == 1 and facts.scale_sources.get(fmt.name) == "one":
         out.append(
             Verdict(
                 code="scale_one",
