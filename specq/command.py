@@ -11,7 +11,6 @@ from rich.table import Table
 
 from specq import files, pairs
 from specq.config import StudyConfig, make_config
-from specq.cost.gpus import get_gpu
 from specq.errors import SpecqError
 from specq.progress import Reporter
 from specq.report.schema import Recommendation
@@ -21,7 +20,6 @@ from specq.vllm_options import parse_version
 def resolve(options: dict[str, Any], dtypes: list[str]) -> tuple[StudyConfig, dict[str, str]]:
     """(configuration, sub-directory per format name) from command-line options; None means not given."""
     pair = pairs.find(options["pair"], options["target"], options["draft"])
-    _check_cost(options["cost"] or pair.defaults.get("cost", StudyConfig().cost))
     from specq.kv import get_format
 
     names = {get_format(d).name: d.strip().lower() for d in reversed(dtypes)}
@@ -34,13 +32,6 @@ def resolve(options: dict[str, Any], dtypes: list[str]) -> tuple[StudyConfig, di
     config = make_config(**given)
     parse_version(config.vllm_version)
     return config, {name: names[name] for name in config.dtypes}
-
-
-def _check_cost(cost: str) -> None:
-    if cost.startswith("roofline:"):
-        get_gpu(cost.removeprefix("roofline:"))
-    elif cost != "measured" and not Path(cost).is_file():
-        raise SpecqError(f"--cost {cost!r} is neither measured, nor roofline:GPU, nor a file of timings")
 
 
 def study_command(options: dict[str, Any], dtypes: list[str], out: Path | None, overwrite: bool, quiet: bool) -> None:

@@ -84,10 +84,10 @@ def make_config(**options: Any) -> StudyConfig:  # noqa: ANN401 - raw command-li
     given = {k: v for k, v in options.items() if v is not None}
     given["prompts_sha256"] = file_digest(given.get("prompts"))
     given["calibrate_sha256"] = file_digest(given.get("calibrate"))
-    cost = given.get("cost", "")
-    given["cost_sha256"] = file_digest(
-        cost if cost and cost != "measured" and not cost.startswith("roofline:") else None
-    )
+    if "cost" in given:
+        from specq.cost.spec import parse_cost
+
+        given["cost_sha256"] = "+".join(map(file_digest, parse_cost(given["cost"]).files)) or None
     try:
         return StudyConfig(**given)
     except ValidationError as error:

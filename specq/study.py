@@ -15,8 +15,8 @@ from specq import analysis, decision, files, pairs, recommendation
 from specq.analysis import BASE, NULL, Analysis
 from specq.chain import edge_bias
 from specq.config import DRAWS, StudyConfig
-from specq.cost import CostModel, Operating, cycle_times, measured, roofline, table
-from specq.cost.gpus import get_gpu
+from specq.cost import CostModel, Operating, cycle_times, measured
+from specq.cost.spec import build, parse_cost
 from specq.decision import Decision, StudyFacts
 from specq.errors import SpecqError
 from specq.inputs import (
@@ -152,11 +152,9 @@ def score(
 
 def build_cost(config: StudyConfig, models: Models, formats: Sequence[KVFormat], reporter: Reporter) -> CostModel:
     """The cost model that `--cost` names."""
-    if config.cost.startswith("roofline:"):
-        shapes = (roofline.ModelShape.of(m) for m in (models.target, models.draft))
-        return roofline.Roofline(get_gpu(config.cost.removeprefix("roofline:")), *shapes)
-    if config.cost != "measured":
-        cost = table.read_timings(config.cost)
+    spec = parse_cost(config.cost)
+    if spec.kind != "measured":
+        cost = build(spec, models.target.shape, models.draft.shape)
         for at in (
             Operating(b, c, f.name, "bf16") for b in config.batch for c in config.context for f in (BF16, *formats)
         ):
@@ -282,8 +280,8 @@ def prompt_warnings(config: StudyConfig, prompts: Sequence[Prompt], report: Prom
 
 
 def _native_fp8(config: StudyConfig) -> bool | None:
-    if config.cost.startswith("roofline:"):
-        return get_gpu(config.cost.removeprefix("roofline:")).fp8
+    if gpu := parse_cost(config.cost).gpu:
+        return gpu.fp8
     if config.device == "cuda":
         import torch
 
