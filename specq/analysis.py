@@ -71,6 +71,11 @@ class Analysis:
         """Emitted for K = 0..k_max in every bootstrap draw, [draws, k_max + 1]."""
         return self.resampler.emitted_draws(self.arms[arm].sums)
 
+    def survival(self, arm: str) -> np.ndarray:
+        """Marginal S_k, [k_max, k_max] at [K-1, k-1]."""
+        result = self.arms[arm].result
+        return chain.survival(result.ends, result.accepted)
+
     def excess(self, arm: str) -> tuple[float, float, float]:
         """(mean, standard error, z) over documents of sum(b - a): far from 0 when `arm`'s target did not write the text."""
         per_text = by_text(self.arms[arm].b - self.arms[arm].a, self.lengths).sum(0)

@@ -124,7 +124,9 @@ def report(
     """One row per format; what fits needs a server, the longest context also a number of sequences."""
     if server is not None:
         load.check(server)
-    return CapacityReport(load, server, context, sequences, [_row(load, f, context, server, sequences) for f in formats])
+    return CapacityReport(
+        load, server, context, sequences, [_row(load, f, context, server, sequences) for f in formats]
+    )
 
 
 def _row(load: Load, fmt: KVFormat, context: int, server: Server | None, sequences: int | None) -> FormatRow:
@@ -186,9 +188,7 @@ def explain(found: CapacityReport) -> list[str]:
             continue
         would = f"{wanted:,} sequences fit up to {r.longest:,} tokens" if r.longest else "no context is short enough"
         more = f", or on {r.servers} such servers side by side" if r.servers else ""
-        lines.append(
-            f"{r.name}: {_count(wanted, found.context)} do not fit ({need}), {r.fit:,} do; {would}{more}"
-        )
+        lines.append(f"{r.name}: {_count(wanted, found.context)} do not fit ({need}), {r.fit:,} do; {would}{more}")
     return lines
 
 

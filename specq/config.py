@@ -44,6 +44,8 @@ class StudyConfig(BaseModel):
     cost_sha256: str | None = None
     batch: tuple[int, ...] = (1, 8, 32, 128)
     context: tuple[int, ...] = (2048, 8192, 32768)
+    objective: Literal["latency", "throughput"] = "latency"
+    max_ms_per_token: float | None = Field(None, gt=0, allow_inf_nan=False)
     device: Literal["cpu", "cuda"] = "cpu"
     vllm_version: str = "0.32"
     seed: int = Field(0, ge=0)

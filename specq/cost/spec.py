@@ -10,6 +10,7 @@ TIMINGS.json                 timings, looked up
 from dataclasses import dataclass
 from pathlib import Path
 
+from specq.capacity import Server
 from specq.cost.base import CostModel
 from specq.cost.gpus import Gpu, get_gpu, split_gpus
 from specq.cost.roofline import Roofline
@@ -27,6 +28,11 @@ class CostSpec:
     gpus: int = 1
     timings: str | None = None
     files: tuple[str, ...] = ()
+
+    @property
+    def server(self) -> Server | None:
+        """The GPUs of a roofline, for what fits on them."""
+        return Server(self.gpu.name, self.gpus, self.gpu.memory) if self.gpu else None
 
 
 def parse_cost(text: str) -> CostSpec:
