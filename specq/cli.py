@@ -63,9 +63,11 @@ def study(
     draft_transform: Annotated[str | None, typer.Option(help="same, or temperature (as vLLM: no top-k/top-p).")] = None,
     query_dtype: Annotated[str | None, typer.Option(help="auto (as vLLM), bf16 or fp8.")] = None,
     calibrate: Annotated[str | None, typer.Option(help="Prompt file to take static scales from.")] = None,
-    cost: Annotated[str | None, typer.Option(help="roofline:GPU, measured, or a timings file.")] = None,
+    cost: Annotated[str | None, typer.Option(help="roofline:[Nx]GPU[@TIMINGS], measured, or a timings file.")] = None,
     batch: Annotated[str | None, typer.Option(help="Batch sizes; the first is the one decided for.")] = None,
     context: Annotated[str | None, typer.Option(help="Context lengths; the first is the one decided for.")] = None,
+    objective: Annotated[str | None, typer.Option(help="latency (default) or throughput.")] = None,
+    max_ms_per_token: Annotated[float | None, typer.Option(help="Limit of the mean time per token, ms.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     vllm_version: Annotated[str | None, typer.Option(help="vLLM version to write arguments for.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
@@ -79,6 +81,34 @@ def study(
     options = {k: v for k, v in locals().items() if k not in ("out", "overwrite", "quiet", "dtype", "study_command")}
     options["batch"], options["context"] = _numbers(batch, "--batch"), _numbers(context, "--context")
     study_command(options, dtype or ["fp8"], out, overwrite, quiet)
+
+
+@app.command()
+def tune(
+    study_dir: Annotated[Path, typer.Argument(help="Directory of a finished study.")],
+    cost: Annotated[str | None, typer.Option(help="roofline:[Nx]GPU[@TIMINGS], measured, or a timings file.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Batch sizes; the first is the one decided for.")] = None,
+    context: Annotated[str | None, typer.Option(help="Context lengths; the first is the one decided for.")] = None,
+    current_k: Annotated[int | None, typer.Option(help="num_speculative_tokens in use now.")] = None,
+    objective: Annotated[str | None, typer.Option(help="latency or throughput.")] = None,
+    max_ms_per_token: Annotated[float | None, typer.Option(help="Limit of the mean time per token, ms.")] = None,
+    mix: Annotated[str | None, typer.Option(help="Shares of tokens of prompt groups: code=0.7,chat=0.3.")] = None,
+    vllm_version: Annotated[str | None, typer.Option(help="vLLM version to write arguments for.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for recommendation.json, decision.json, plots.")] = None,
+) -> None:
+    """Decide a finished study again, without its models: other costs, batches, contexts, objectives, traffic."""
+    from specq.tune_command import tune_command
+
+    changes = {
+        "cost": cost,
+        "batch": _numbers(batch, "--batch"),
+        "context": _numbers(context, "--context"),
+        "current_k": current_k,
+        "objective": objective,
+        "max_ms_per_token": max_ms_per_token,
+        "vllm_version": vllm_version,
+    }
+    tune_command(study_dir, changes, mix, out)
 
 
 @app.command()

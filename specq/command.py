@@ -67,7 +67,11 @@ def show(out: Path, directories: dict[str, str]) -> None:
     for directory in directories.values():
         sub = out / directory
         rec = Recommendation.model_validate(files.read_json(sub / "recommendation.json"))
-        _show_one(console, rec, sub)
+        console.rule(escape(f"{rec.pair}: {rec.target_kv_dtype} against BF16"), align="left")
+        console.print(answer_table(rec))
+        console.print(
+            f"report: {sub / 'report.html'}\nJSON:   {sub / 'recommendation.json'}", soft_wrap=True, markup=False
+        )
     console.print(
         f"all figures: {out / 'study.json'}, {out / 'positions.parquet'}, {out / 'texts.parquet'}",
         soft_wrap=True,
@@ -83,7 +87,25 @@ def _interval(ci: Sequence[float | None], digits: int = 4) -> str:
     return f"[{_number(ci[0], digits)}, {_number(ci[1], digits)}]"
 
 
-def _show_one(console: Console, rec: Recommendation, sub: Path) -> None:
+def _speed_rows(rec: Recommendation) -> list[tuple[str, str]]:
+    """What the format does to speed at one K, split into its parts, and what keeping BF16's best K would cost."""
+    parts, kept = rec.break_even, rec.speedup.kept_bf16_k
+    lost = [None if x is None else 100 * x for x in kept.ci95]
+    return [
+        (
+            f"speed at K={parts.k}",
+            f"tokens per cycle x{parts.emitted_ratio:.4f}, time per cycle x{parts.cycle_time_ratio:.4f}: together"
+            f" x{parts.speed_ratio:.4f} of BF16's speed (break-even: equal ratios)",
+        ),
+        (
+            "without retuning",
+            f"{100 * kept.loss:.1f} % {_interval(lost, 1)} of speed lost by keeping BF16's best K = {kept.k}",
+        ),
+    ]
+
+
+def answer_table(rec: Recommendation) -> Table:
+    """The answer for one format, a row for each thing to know."""
     k, shift = str(rec.mu_shift.k), rec.mu_shift
     resolved = "beyond the noise floor" if shift.significant else "not resolved: within the noise"
     rows = [
@@ -106,6 +128,8 @@ def _show_one(console: Console, rec: Recommendation, sub: Path) -> None:
             f" {_interval(percent, 1)}, cost {rec.cost.source})",
         )
     )
+    if rec.target_kv_dtype != "bf16":
+        rows += _speed_rows(rec)
     rows.append(("decision", rec.decision))
     rows += [("warning", w) for w in rec.warnings]
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -113,6 +137,4 @@ def _show_one(console: Console, rec: Recommendation, sub: Path) -> None:
     table.add_column()
     for name, value in rows:
         table.add_row(escape(name), escape(value))
-    console.rule(escape(f"{rec.pair}: {rec.target_kv_dtype} against BF16"), align="left")
-    console.print(table)
-    console.print(f"report: {sub / 'report.html'}\nJSON:   {sub / 'recommendation.json'}", soft_wrap=True, markup=False)
+    return table

@@ -366,8 +366,8 @@ def _k_advice(best: int, current: int) -> str:
 
 
 def _room(capacity: Capacity | None) -> str:
-    if capacity is None:
-        return ""
+    if capacity is None or min(capacity.sequences, capacity.bf16_sequences) >= SCHEDULER_LIMIT:
+        return ""  # memory limits nothing
     text = f"; on {capacity.server} {capacity.sequences} sequences of {capacity.context} tokens fit"
     text += f" instead of {capacity.bf16_sequences}"
     if capacity.ratio is not None and capacity.batch != capacity.bf16_batch:

@@ -80,9 +80,14 @@ class FormatView:
         return "alpha_strict" if config["verify"] == "strict" else "alpha"
 
     @property
+    def decision(self) -> dict:
+        """What was decided for the format, with its curves, groups and sensitivity."""
+        return self.study["decisions"][self.name]
+
+    @property
     def curves(self) -> list[dict]:
         """Speedup curves, the first being the operating point of the recommendation."""
-        return self.study["decisions"][self.name]["curves"]
+        return self.decision["curves"]
 
     def summary(self, arm: str) -> dict:
         """An arm's block of study.json, on own text where that is the only one; empty when there is none."""

@@ -1,0 +1,120 @@
+"""What `specq tune` does: decide a finished study again under another cost, batch, context or objective, in a second."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from specq import files
+from specq.command import answer_table
+from specq.conclude import Conclusion, conclude
+from specq.cost import CostModel
+from specq.decision import Decision, StudyFacts, sensitivity
+from specq.errors import SpecqError
+from specq.finished import Finished, load, reconfigured
+from specq.kv import get_format
+from specq.mixtures import GroupChoice, lonely_groups
+
+
+def tune_command(folder: Path, changes: Mapping[str, Any], mix: str | None, out: Path | None) -> None:
+    """Print the decisions; with `out`, write each format's recommendation.json and plots there as well."""
+    finished = load(folder)
+    config = reconfigured(finished.config, changes)
+    shares = parse_mix(mix) if mix else None
+    facts = finished.facts(config)
+    if shares:
+        for name in lonely_groups(finished.material.main, shares):
+            facts.warnings[None].append(f"group {name} has one document: its spread is unknown and counts as none")
+    cost = finished.cost(config)
+    formats = [get_format(n) for n in config.dtypes]
+    if out is not None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise SpecqError(f"{out} exists and is not empty; choose another --out")
+    found = conclude(facts, formats, finished.material, cost, shares)
+    console = Console(highlight=False)
+    for name, conclusion in found.items():
+        console.rule(escape(f"{facts.pair}: {name} against BF16"), align="left")
+        console.print(answer_table(conclusion.recommendation))
+        console.print(operating_table(conclusion.decision, cost))
+        if conclusion.groups:
+            console.print(group_table(conclusion.groups))
+    if out is not None:
+        with files.whole_directory(out, overwrite=False) as partial:
+            write(partial, finished, facts, cost, found)
+        console.print(f"written: {out}", soft_wrap=True, markup=False)
+
+
+def parse_mix(text: str) -> dict[str, float]:
+    """Shares of tokens per prompt group from "code=0.7,chat=0.3". Raises SpecqError where it is none."""
+    shares = {}
+    for part in text.split(","):
+        name, equals, share = part.rpartition("=")
+        try:
+            shares[name.strip()] = float(share)
+        except ValueError:
+            equals = ""
+        if not equals or not name.strip():
+            raise SpecqError(f"--mix takes shares like code=0.7,chat=0.3, not {text!r}")
+    return shares
+
+
+def operating_table(made: Decision, cost: CostModel) -> Table:
+    """One row per batch and context: both formats' K and speedup, and the format over BF16 split into its two parts."""
+    name = made.format.name
+    table = Table(title=f"by step times of {cost.source}; * decided for", title_justify="left", pad_edge=False)
+    for heading in ("batch", "context", "K bf16", f"K {name}", "speedup bf16", f"speedup {name}"):
+        table.add_column(heading, justify="right")
+    if name != "bf16":
+        k = made.reference_k
+        for heading in (f"emitted, K={k}", f"cycle time, K={k}", "over bf16 at best K", "pays"):
+            table.add_column(heading, justify="right")
+    for point, mine in made.curves.items():
+        base, parts = made.base_curves[point], made.break_even[point]
+        best, base_best = mine.best, base.best
+        row = [
+            f"{point[0]}{'*' if point == made.at else ''}", f"{point[1]:,}", f"{base_best}", f"{best}",
+            f"{base.point[base_best]:.2f}x", f"{mine.point[best]:.2f}x",
+        ]  # fmt: skip
+        if name != "bf16":
+            over = mine.tokens_per_second[best] / base.tokens_per_second[base_best]
+            pays = "yes" if over > 1 else "no"
+            row += [f"x{parts.emitted_ratio:.4f}", f"x{parts.cycle_ratio:.4f}", f"x{over:.4f}", pays]
+        table.add_row(*row)
+    return table
+
+
+def group_table(groups: list[GroupChoice]) -> Table:
+    """Every prompt group's own acceptance and K, and what the common K costs it."""
+    table = Table(title="prompt groups, each from its own measured curve", title_justify="left", pad_edge=False)
+    table.add_column("group")
+    k = groups[0].k
+    for heading in ("documents", f"mu bf16, K={k}", f"mu, K={k}", "own best K", "lost by the common K"):
+        table.add_column(heading, justify="right")
+    for g in groups:
+        low, high = g.loss_ci95
+        lost = f"{100 * g.loss:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+        table.add_row(escape(g.name), str(g.documents), f"{g.mu_bf16:.3f}", f"{g.mu:.3f}", str(g.best), lost)
+    return table
+
+
+def write(out: Path, finished: Finished, facts: StudyFacts, cost: CostModel, found: Mapping[str, Conclusion]) -> None:
+    """Each format's recommendation.json, decision.json and the plots of the decision into `out`/<format>/."""
+    from specq.report.decision_plots import write_decision_plots
+    from specq.summary import decision_block
+
+    for name, conclusion in found.items():
+        sub = out / finished.study["directories"][name]
+        sub.mkdir(parents=True, exist_ok=True)
+        made = conclusion.decision
+        basis = finished.material.paired[name] if facts.config.text == "own" else finished.material.main
+        made.sensitivity = sensitivity(facts, basis, made.format, cost, made)
+        files.write_json(sub / "recommendation.json", conclusion.recommendation.model_dump(mode="json"))
+        block = decision_block(conclusion) | {
+            "cost": cost.source,
+            "configuration": facts.config.model_dump(mode="json"),
+        }
+        files.write_json(sub / "decision.json", block)
+        write_decision_plots(sub / "plots", files.finite(block), conclusion.recommendation.model_dump(mode="json"))
