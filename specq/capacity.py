@@ -175,26 +175,44 @@ def explain(found: CapacityReport) -> list[str]:
         " activations and graphs)"
     ]
     base = next((r for r in usable if r.name == "bf16"), None)
-    if wanted is None:
-        lines += [
-            f"{r.name} fits {_count(r.fit, found.context)}" + (_more(r, base) if base and r is not base else "")
-            for r in usable
-        ]
-        return lines
+    alike: dict[tuple, list[FormatRow]] = {}
     for r in usable:
-        need = f"{gigabytes(r.per_gpu * wanted * server.gpus)} over all GPUs"
-        if r.fit >= wanted:
-            lines.append(f"{r.name}: {_count(wanted, found.context)} fit ({need}); room for {r.fit:,}")
-            continue
-        would = f"{wanted:,} sequences fit up to {r.longest:,} tokens" if r.longest else "no context is short enough"
-        more = f", or on {r.servers} such servers side by side" if r.servers else ""
-        lines.append(f"{r.name}: {_count(wanted, found.context)} do not fit ({need}), {r.fit:,} do; {would}{more}")
-    return lines
+        alike.setdefault((r.per_gpu, r.fit), []).append(r)
+    if wanted is None:
+        return lines + [_room(rows, base, found.context) for rows in alike.values()]
+    return [*lines, _verdict(usable, wanted, found.context), *(_fits(rows, wanted, found) for rows in alike.values())]
+
+
+def _names(rows: list[FormatRow]) -> str:
+    return ", ".join(r.name for r in rows)
+
+
+def _room(rows: list[FormatRow], base: FormatRow | None, context: int) -> str:
+    more = ""
+    if base is not None and base not in rows:
+        more = f", {rows[0].fit / base.fit:.2f} times BF16's" if base.fit else " where BF16 fits none"
+    return f"{_names(rows)}: {_count(rows[0].fit, context)} fit{more}"
+
+
+def _verdict(usable: list[FormatRow], wanted: int, context: int) -> str:
+    """The one line: which formats hold what is wanted, or else which comes nearest."""
+    fitting = [r for r in usable if r.fit >= wanted]
+    if fitting:
+        return f"{_count(wanted, context)} fit in {_names(fitting)}"
+    best = max(usable, key=lambda r: r.longest)
+    near = f"{best.name} would hold {wanted:,} of at most {best.longest:,} tokens, or {best.fit:,} of {context:,}"
+    return f"{_count(wanted, context)} fit in no format; nearest: {near}"
+
+
+def _fits(rows: list[FormatRow], wanted: int, found: CapacityReport) -> str:
+    r = rows[0]
+    need = f"{gigabytes(r.per_gpu * wanted * found.server.gpus)} of KV cache over all GPUs"
+    if r.fit >= wanted:
+        return f"{_names(rows)}: {need}, fits; room for {r.fit:,} sequences, or {wanted:,} of {r.longest:,} tokens"
+    would = f"{wanted:,} fit up to {r.longest:,} tokens" if r.longest else "no context is short enough"
+    more = f", or on {r.servers} such servers side by side" if r.servers else ""
+    return f"{_names(rows)}: {need}, does not fit; {r.fit:,} do, or {would}{more}"
 
 
 def _count(sequences: int, context: int) -> str:
     return f"{sequences:,} sequence{'' if sequences == 1 else 's'} of {context:,} tokens"
-
-
-def _more(row: FormatRow, base: FormatRow) -> str:
-    return f", {row.fit / base.fit:.2f} times BF16's" if base.fit else " where BF16 fits none"

@@ -112,6 +112,51 @@ def tune(
 
 
 @app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="Directory of a finished study.")],
+    second: Annotated[Path, typer.Argument(help="Directory of another.")],
+) -> None:
+    """Two finished studies side by side: settings that differ, mu and shifts with their difference, decisions."""
+    from specq.compare import compare_command
+
+    compare_command(first, second)
+
+
+@app.command()
+def capacity(
+    pair: Annotated[str | None, typer.Option(help="Registered pair; `specq pairs` lists them.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Target model: directory (config.json suffices) or hub id.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model, whose weights and cache take room too.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="KV format; repeat for more. Default: all that vLLM has.")
+    ] = None,
+    draft_dtype: Annotated[str, typer.Option(help="KV format of the draft's cache.")] = "bf16",
+    gpus: Annotated[
+        str | None, typer.Option(help="What it runs on: h100, 8xh100, 2xMINE.toml; tensor parallel.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 32768,
+    sequences: Annotated[int | None, typer.Option(help="Sequences at once that are wanted.")] = None,
+    weight_bytes: Annotated[
+        float | None, typer.Option(help="Bytes per target weight; default: configuration, 2.")
+    ] = None,
+    memory_share: Annotated[
+        float, typer.Option(help="Share of GPU memory used (vLLM: gpu_memory_utilization).")
+    ] = 0.92,
+    reserve_gb: Annotated[float, typer.Option(help="GB per GPU kept for activations and graphs.")] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """KV bytes per sequence, what fits beside the weights, and what each KV format buys."""
+    from specq.capacity_command import capacity_command
+
+    capacity_command(
+        pair=pair, target=target, draft=draft, dtypes=dtype or [], draft_dtype=draft_dtype, gpus=gpus, context=context,
+        sequences=sequences, weight_bytes=weight_bytes, utilisation=memory_share, reserve_gb=reserve_gb, as_json=as_json,
+    )  # fmt: skip
+
+
+@app.command()
 def bench(
     names: Annotated[list[str] | None, typer.Argument(help="help, chain, study, precision[:SEED].")] = None,
 ) -> None:

@@ -181,7 +181,7 @@ def decide(facts: StudyFacts, analysis: Analysis, fmt: KVFormat, cost: CostModel
     reference = current or recommended or config.k_max
     plan = schedule([(b, c.best) for (b, context), c in curves.items() if context == config.context[0]])
     # tokens per second of the format at its recommended K over the baseline's at its own best K, paired draws
-    pay, pay_draws = _over(mine, base, recommended, base_best)
+    pay, pay_draws = tokens_ratio(mine, base, recommended, base_best)
     interval = quantile_interval(pay_draws)
     action = _action(fmt, pay, interval, recommended != current)
     made = Decision(
@@ -243,7 +243,7 @@ def _operating_point(config: StudyConfig, curves: dict[Point, Curve], fit: int |
     return max(meeting, key=lambda p: meeting[p].tokens_per_second[meeting[p].best])
 
 
-def _over(mine: Curve, base: Curve, k: int, base_k: int) -> tuple[float, np.ndarray]:
+def tokens_ratio(mine: Curve, base: Curve, k: int, base_k: int) -> tuple[float, np.ndarray]:
     """Tokens per second of `mine` at k over `base` at base_k, and its draws."""
     value = float(mine.tokens_per_second[k] / base.tokens_per_second[base_k])
     return value, mine.tokens_per_second_draws[:, k] / base.tokens_per_second_draws[:, base_k]
@@ -252,7 +252,7 @@ def _over(mine: Curve, base: Curve, k: int, base_k: int) -> tuple[float, np.ndar
 def _break_even(speeds: Speeds, mine: Curve, base: Curve, k: int) -> BreakEven:
     (e, draws), (e0, draws0) = speeds.emitted(), speeds.emitted(baseline=True)
     ratio, cycle = float(e[k] / e0[k]), float(mine.times[k] / base.times[k])
-    speed, speed_draws = _over(mine, base, k, k)
+    speed, speed_draws = tokens_ratio(mine, base, k, k)
     return BreakEven(
         k, ratio, quantile_interval(draws[:, k] / draws0[:, k]), cycle, speed, quantile_interval(speed_draws)
     )
@@ -269,7 +269,7 @@ def _capacity(facts: StudyFacts, speeds: Speeds, fits: tuple[int, int] | None) -
             mine, base = speeds.curve((batch, context)), speeds.curve((base_batch, context), baseline=True)
         except SpecqError:  # a table that ends before these batches
             return found
-        found.ratio, draws = _over(mine, base, mine.best, base.best)
+        found.ratio, draws = tokens_ratio(mine, base, mine.best, base.best)
         found.ratio_ci95 = quantile_interval(draws)
     return found
 
@@ -282,6 +282,13 @@ def kv_share(shape: ModelShape, fmt: KVFormat) -> float:
 def _pays(value: float, interval: list[float]) -> bool:
     """Faster for sure, or surely not slower than by what the choice of K may cost."""
     return interval[0] > 1 or (interval[0] >= 1 - MAX_LOSS and value >= 1 - MAX_LOSS / 2)
+
+
+def pays(value: float, interval: list[float]) -> str:
+    """Whether tokens per second over BF16 of `value` pay, by the rule of the decision: yes, no or not resolved."""
+    if _pays(value, interval):
+        return "yes"
+    return "no" if interval[1] < 1 else "not resolved"
 
 
 def _action(fmt: KVFormat, pay: float, interval: list[float], changes_k: bool) -> Action:
@@ -390,7 +397,7 @@ def sensitivity(facts: StudyFacts, analysis: Analysis, fmt: KVFormat, cost: Cost
     survival = analysis.survival(speeds.arm)
 
     def entry(x: float, mine: Curve, base: Curve) -> dict:
-        value, draws = _over(mine, base, mine.best, base.best)
+        value, draws = tokens_ratio(mine, base, mine.best, base.best)
         bounds = quantile_interval(draws)
         return {"x": x, "recommended": mine.best, "recommended_bf16": base.best, "over_bf16": value, "ci95": bounds}
 

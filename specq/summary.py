@@ -15,6 +15,7 @@ from specq import __version__
 from specq.analysis import BASE, NULL, Analysis, summarise
 from specq.conclude import Conclusion
 from specq.config import DRAWS, StudyConfig
+from specq.decision import tokens_ratio
 from specq.kv import get_format
 from specq.models import LoadedModel
 from specq.rules import Rule
@@ -133,15 +134,14 @@ def decision_block(found: Conclusion) -> dict:
 def _curve(curve: Curve, base: Curve) -> dict:
     """Speedup over plain decoding at the same format for K = 0..k_max, the format's and BF16's, at one point."""
     ks = range(len(curve.point))
+    over, over_draws = tokens_ratio(curve, base, curve.best, base.best)
     return {
         "batch": curve.at.batch,
         "context": curve.at.context,
         "recommended": curve.best,
         "recommended_bf16": base.best,
-        "over_bf16": float(curve.tokens_per_second[curve.best] / base.tokens_per_second[base.best]),
-        "over_bf16_ci95": quantile_interval(
-            curve.tokens_per_second_draws[:, curve.best] / base.tokens_per_second_draws[:, base.best]
-        ),
+        "over_bf16": over,
+        "over_bf16_ci95": quantile_interval(over_draws),
         "speedup": curve.point.tolist(),
         "speedup_ci95": [curve.interval(k) for k in ks],
         "speedup_bf16": base.point.tolist(),

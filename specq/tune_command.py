@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -12,11 +13,12 @@ from specq import files
 from specq.command import answer_table
 from specq.conclude import Conclusion, conclude
 from specq.cost import CostModel
-from specq.decision import Decision, StudyFacts, sensitivity
+from specq.decision import Decision, StudyFacts, pays, sensitivity, tokens_ratio
 from specq.errors import SpecqError
 from specq.finished import Finished, load, reconfigured
 from specq.kv import get_format
 from specq.mixtures import GroupChoice, lonely_groups
+from specq.tune import quantile_interval
 
 
 def tune_command(folder: Path, changes: Mapping[str, Any], mix: str | None, out: Path | None) -> None:
@@ -64,31 +66,35 @@ def parse_mix(text: str) -> dict[str, float]:
 def operating_table(made: Decision, cost: CostModel) -> Table:
     """One row per batch and context: both formats' K and speedup, and the format over BF16 split into its two parts."""
     name = made.format.name
-    table = Table(title=f"by step times of {cost.source}; * decided for", title_justify="left", pad_edge=False)
-    for heading in ("batch", "context", "K bf16", f"K {name}", "speedup bf16", f"speedup {name}"):
-        table.add_column(heading, justify="right")
+    title = (
+        f"by step times of {cost.source}; * decided for; speedups at the best K, over plain decoding in the same format"
+    )
+    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+    headings = ["batch", "context", "K bf16", "speedup bf16"]
     if name != "bf16":
         k = made.reference_k
-        for heading in (f"emitted, K={k}", f"cycle time, K={k}", "over bf16 at best K", "pays"):
-            table.add_column(heading, justify="right")
+        headings += ["K", "speedup", f"emitted, K={k}", f"cycle time, K={k}", "tokens/s over bf16 [95 %]", "pays"]
+    for heading in headings:
+        table.add_column(heading, justify="right")
     for point, mine in made.curves.items():
         base, parts = made.base_curves[point], made.break_even[point]
         best, base_best = mine.best, base.best
-        row = [
-            f"{point[0]}{'*' if point == made.at else ''}", f"{point[1]:,}", f"{base_best}", f"{best}",
-            f"{base.point[base_best]:.2f}x", f"{mine.point[best]:.2f}x",
-        ]  # fmt: skip
+        row = [f"{point[0]}{'*' if point == made.at else ''}", f"{point[1]:,}", f"{base_best}"]
+        row.append(f"{base.point[base_best]:.2f}x")
         if name != "bf16":
-            over = mine.tokens_per_second[best] / base.tokens_per_second[base_best]
-            pays = "yes" if over > 1 else "no"
-            row += [f"x{parts.emitted_ratio:.4f}", f"x{parts.cycle_ratio:.4f}", f"x{over:.4f}", pays]
+            over, draws = tokens_ratio(mine, base, best, base_best)
+            low, high = quantile_interval(draws)
+            row += [f"{best}", f"{mine.point[best]:.2f}x", f"x{parts.emitted_ratio:.4f}", f"x{parts.cycle_ratio:.4f}"]
+            row += [f"x{over:.3f} [{low:.3f}, {high:.3f}]", pays(over, [low, high])]
         table.add_row(*row)
     return table
 
 
 def group_table(groups: list[GroupChoice]) -> Table:
     """Every prompt group's own acceptance and K, and what the common K costs it."""
-    table = Table(title="prompt groups, each from its own measured curve", title_justify="left", pad_edge=False)
+    table = Table(
+        title="prompt groups, each from its own measured curve", title_justify="left", box=SIMPLE, pad_edge=False
+    )
     table.add_column("group")
     k = groups[0].k
     for heading in ("documents", f"mu bf16, K={k}", f"mu, K={k}", "own best K", "lost by the common K"):
