@@ -206,7 +206,8 @@ def _verdict(usable: list[FormatRow], wanted: int, context: int) -> str:
 
 def _fits(rows: list[FormatRow], wanted: int, found: CapacityReport) -> str:
     r = rows[0]
-    need = f"{gigabytes(r.per_gpu * wanted * found.server.gpus)} of KV cache over all GPUs"
+    whose = " (target and draft)" if found.load.draft else ""
+    need = f"{gigabytes(r.per_gpu * wanted * found.server.gpus)} of KV cache{whose} over all GPUs"
     if r.fit >= wanted:
         return f"{_names(rows)}: {need}, fits; room for {r.fit:,} sequences, or {wanted:,} of {r.longest:,} tokens"
     would = f"{wanted:,} fit up to {r.longest:,} tokens" if r.longest else "no context is short enough"

@@ -131,6 +131,7 @@ def answer_table(rec: Recommendation) -> Table:
     if rec.target_kv_dtype != "bf16":
         rows += _speed_rows(rec)
     rows.append(("decision", rec.decision))
+    rows += [("verdict", f"{v.code}: {v.decision}") for v in rec.verdicts]
     rows += [("warning", w) for w in rec.warnings]
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -101,7 +100,7 @@ def mu_table(a: Finished, b: Finished, formats: list[str], k: int) -> Table:
             rows += [(f"mu {name}", [(1.0, arm)]), (f"shift {name}", [(1.0, arm), (-1.0, BASE)])]
     paired = mu_difference(one, two, rows[0][1], k).paired
     how = "paired: the same documents" if paired else "other documents: as independent studies"
-    table = Table(title=f"accepted per cycle at K = {k}; {how}", title_justify="left", box=SIMPLE, pad_edge=False)
+    table = Table(title=f"accepted per cycle at K = {k}; {how}", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for heading in ("", "A", "B", "B - A", "95 % interval", "resolved"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name, arms in rows:

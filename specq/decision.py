@@ -25,6 +25,7 @@ from specq.tune import (
     schedule,
     speed_curve,
 )
+from specq.wording import sentence
 
 Action = Literal["enable", "enable_and_retune", "measure_more", "do_not_enable", "keep", "retune"]
 SCHEDULER_LIMIT = 256  # sequences that a server runs at once by default (vLLM's max_num_seqs)
@@ -85,6 +86,11 @@ class Capacity:
     bf16_batch: int
     ratio: float | None = None
     ratio_ci95: list[float] | None = None
+
+    @property
+    def limits(self) -> bool:
+        """Whether memory bounds the batch of either format before the scheduler does."""
+        return min(self.sequences, self.bf16_sequences) < SCHEDULER_LIMIT
 
 
 @dataclass
@@ -207,7 +213,7 @@ def decide(facts: StudyFacts, analysis: Analysis, fmt: KVFormat, cost: CostModel
     timing_only = _timing_half_width(speeds, made)
     if action == "measure_more":
         made.more_prompts = more_prompts(analysis.documents.count, pay, interval, timing_only)
-    made.sentence = _sentence(facts, made, cost.source, kv_share(facts.target_shape, fmt), timing_only)
+    made.sentence = sentence(facts, made, cost.source, kv_share(facts.target_shape, fmt), timing_only)
     return made
 
 
@@ -285,10 +291,10 @@ def _pays(value: float, interval: list[float]) -> bool:
 
 
 def pays(value: float, interval: list[float]) -> str:
-    """Whether tokens per second over BF16 of `value` pay, by the rule of the decision: yes, no or not resolved."""
+    """Whether tokens per second over BF16 of `value` pay, by the rule of the decision: yes, no or open."""
     if _pays(value, interval):
         return "yes"
-    return "no" if interval[1] < 1 else "not resolved"
+    return "no" if interval[1] < 1 else "open"
 
 
 def _action(fmt: KVFormat, pay: float, interval: list[float], changes_k: bool) -> Action:
@@ -324,108 +330,3 @@ def more_prompts(documents: int, pay: float, interval: list[float], timing: floa
         return None
     needed = documents * (half**2 - timing**2) / (allowed**2 - timing**2)
     return max(1, int(np.ceil(needed)) - documents)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:+.1f} %"
-
-
-def _percents(value: float, interval: list[float]) -> str:
-    return f"{_percent(value - 1)} [{100 * (interval[0] - 1):+.1f}, {100 * (interval[1] - 1):+.1f}]"
-
-
-def _sentence(facts: StudyFacts, made: Decision, source: str, share: float, timing: float) -> str:
-    fmt, best, current = made.format, made.recommended, facts.config.current_k
-    where = f"batch {made.at[0]}, context {made.at[1]}"
-    by = "step times measured on this machine" if source == "measured" else source
-    k = _k_advice(best, current)
-    if fmt.name == "bf16":
-        return f"{k} at {where}, by {by}"
-    if np.isnan(made.pay_ci95[0]):
-        return f"measure more: one document shows no spread, so nothing can be decided about {fmt.name}"
-    if made.base_at != made.at:
-        where = f"{where} (BF16: batch {made.base_at[0]})"
-    speed = f"{_percents(made.pay, made.pay_ci95)} tokens per second against BF16, each at its best K"
-    evidence = f"{speed}, at {where}, by {by}; its KV cache takes {100 * share:.0f} % of BF16's bytes"
-    evidence += _room(made.capacity)
-    if made.action == "enable_and_retune":
-        return f"enable {fmt.name} and retune, {k}: {evidence}"
-    if made.action == "enable":
-        return f"enable {fmt.name}, {k}: {evidence}"
-    if made.action == "do_not_enable":
-        return f"do not enable {fmt.name} for speed: {evidence}. If memory decides, {k}"
-    n = made.more_prompts
-    if n is not None:
-        how = f"about {n} more prompt{'s' * (n != 1)} like these would decide"
-    else:
-        how = (
-            f"more prompts alone would not decide, the step times' noise is {100 * timing:.1f} %: time them more often"
-        )
-    return f"measure more before enabling {fmt.name}, {how}: {evidence}. Meanwhile {k}"
-
-
-def _k_advice(best: int, current: int) -> str:
-    if best == current:
-        return f"keep num_speculative_tokens at {best}"
-    if best:
-        return f"set num_speculative_tokens to {best} (now {current})"
-    return "drop speculation (K = 0): no K is better than plain decoding by more than noise and 1 %"
-
-
-def _room(capacity: Capacity | None) -> str:
-    if capacity is None or min(capacity.sequences, capacity.bf16_sequences) >= SCHEDULER_LIMIT:
-        return ""  # memory limits nothing
-    text = f"; on {capacity.server} {capacity.sequences} sequences of {capacity.context} tokens fit"
-    text += f" instead of {capacity.bf16_sequences}"
-    if capacity.ratio is not None and capacity.batch != capacity.bf16_batch:
-        text += f", which gives {_percents(capacity.ratio, capacity.ratio_ci95)} tokens per second"
-    return text
-
-
-SHIFTS = tuple(np.round(np.linspace(-0.2, 0.2, 17), 3).tolist())
-FACTORS = tuple(float(2 ** (i / 2)) for i in range(-4, 5))
-
-
-def sensitivity(facts: StudyFacts, analysis: Analysis, fmt: KVFormat, cost: CostModel, made: Decision) -> dict:
-    """How the decision moves with the format's acceptance, the draft's cost and the batch size, all else equal.
-
-    alpha: every conditional acceptance rate of the format's arm moved by a number of points, BF16 left alone.
-    draft_cost: the draft's step times of both multiplied. batch: other batch sizes at the first context, where the cost
-    model knows them. Each entry: x, the format's recommended K, BF16's, tokens per second over BF16 with interval.
-    """
-    speeds = Speeds(facts, analysis, fmt, cost)
-    survival = analysis.survival(speeds.arm)
-
-    def entry(x: float, mine: Curve, base: Curve) -> dict:
-        value, draws = tokens_ratio(mine, base, mine.best, base.best)
-        bounds = quantile_interval(draws)
-        return {"x": x, "recommended": mine.best, "recommended_bf16": base.best, "over_bf16": value, "ci95": bounds}
-
-    def batch_entry(batch: int) -> dict | None:
-        point = (batch, made.at[1])
-        try:
-            return entry(batch, speeds.curve(point), speeds.curve(point, baseline=True))
-        except SpecqError:
-            return None
-
-    largest = max(*facts.config.batch, SCHEDULER_LIMIT)
-    batches = sorted({*facts.config.batch, *(2**i for i in range(int(np.log2(largest)) + 1))})
-    return {
-        "at": {"batch": made.at[0], "context": made.at[1]},
-        "alpha": [entry(x, speeds.curve(made.at, factor=shifted(survival, x)), made.base_curve) for x in SHIFTS],
-        "draft_cost": [
-            entry(x, speeds.curve(made.at, draft=x), speeds.curve(made.base_at, True, draft=x)) for x in FACTORS
-        ],
-        "batch": [e for e in map(batch_entry, batches) if e is not None],
-    }
-
-
-def shifted(survival: np.ndarray, by: float) -> np.ndarray:
-    """Factor on emitted(K), [k_max + 1], when every conditional rate S_k / S_(k-1) moves by `by`, kept within 0..1.
-
-    survival [k_max, k_max] at [K-1, k-1], as `chain.survival` gives it.
-    """
-    before = np.concatenate([np.ones((len(survival), 1)), survival[:, :-1]], axis=1)
-    rates = np.divide(survival, before, out=np.zeros_like(survival), where=before > 0)
-    moved = np.cumprod(np.clip(rates + by, 0.0, 1.0), axis=1) * np.tri(len(survival))
-    return np.concatenate([[1.0], (1 + moved.sum(1)) / (1 + survival.sum(1))])

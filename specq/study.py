@@ -18,7 +18,7 @@ from specq.conclude import Conclusion, Material, conclude
 from specq.config import DRAWS, StudyConfig
 from specq.cost import CostModel, Operating, cycle_times, measured
 from specq.cost.spec import build, parse_cost
-from specq.decision import StudyFacts, sensitivity
+from specq.decision import StudyFacts
 from specq.errors import SpecqError
 from specq.inputs import (
     Models,
@@ -36,6 +36,7 @@ from specq.progress import Reporter
 from specq.prompts import Prompt, PromptReport, Text, read_records
 from specq.replay import ALTERNATIVE, Arm, ReplayResult, Setting, score_texts
 from specq.rules import Rule
+from specq.sensitivity import sensitivity
 from specq.texts import sample_texts
 
 BF16 = get_format("bf16")

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -13,11 +12,12 @@ from specq import files
 from specq.command import answer_table
 from specq.conclude import Conclusion, conclude
 from specq.cost import CostModel
-from specq.decision import Decision, StudyFacts, pays, sensitivity, tokens_ratio
+from specq.decision import Decision, StudyFacts, pays, tokens_ratio
 from specq.errors import SpecqError
 from specq.finished import Finished, load, reconfigured
 from specq.kv import get_format
 from specq.mixtures import GroupChoice, lonely_groups
+from specq.sensitivity import sensitivity
 from specq.tune import quantile_interval
 
 
@@ -36,6 +36,9 @@ def tune_command(folder: Path, changes: Mapping[str, Any], mix: str | None, out:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise SpecqError(f"{out} exists and is not empty; choose another --out")
     found = conclude(facts, formats, finished.material, cost, shares)
+    if out is not None:
+        with files.whole_directory(out, overwrite=False) as partial:
+            write(partial, finished, facts, cost, found)
     console = Console(highlight=False)
     for name, conclusion in found.items():
         console.rule(escape(f"{facts.pair}: {name} against BF16"), align="left")
@@ -44,8 +47,6 @@ def tune_command(folder: Path, changes: Mapping[str, Any], mix: str | None, out:
         if conclusion.groups:
             console.print(group_table(conclusion.groups))
     if out is not None:
-        with files.whole_directory(out, overwrite=False) as partial:
-            write(partial, finished, facts, cost, found)
         console.print(f"written: {out}", soft_wrap=True, markup=False)
 
 
@@ -64,28 +65,27 @@ def parse_mix(text: str) -> dict[str, float]:
 
 
 def operating_table(made: Decision, cost: CostModel) -> Table:
-    """One row per batch and context: both formats' K and speedup, and the format over BF16 split into its two parts."""
-    name = made.format.name
-    title = (
-        f"by step times of {cost.source}; * decided for; speedups at the best K, over plain decoding in the same format"
-    )
-    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
-    headings = ["batch", "context", "K bf16", "speedup bf16"]
-    if name != "bf16":
-        k = made.reference_k
-        headings += ["K", "speedup", f"emitted, K={k}", f"cycle time, K={k}", "tokens/s over bf16 [95 %]", "pays"]
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    """One row per batch and context: each format's K, and the format over BF16, split into its two parts."""
+    against = made.format.name != "bf16"
+    title = f"every operating point, by step times of {cost.source}; * decided for; speedup over plain decoding"
+    if against:
+        title += f"; emitted and time: format over BF16 per cycle at K = {made.reference_k}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    split = ["K", "speedup", "emitted", "time", "tokens/s over bf16", "pays"]
+    for heading in ["batch", "context", "K bf16", *(split if against else ["speedup"])]:
+        table.add_column(heading, justify="right", no_wrap=True)
     for point, mine in made.curves.items():
         base, parts = made.base_curves[point], made.break_even[point]
         best, base_best = mine.best, base.best
-        row = [f"{point[0]}{'*' if point == made.at else ''}", f"{point[1]:,}", f"{base_best}"]
-        row.append(f"{base.point[base_best]:.2f}x")
-        if name != "bf16":
+        row = [f"{point[0]}{'*' if point == made.at else ' '}", f"{point[1]:,}", f"{base_best}"]
+        if against:
             over, draws = tokens_ratio(mine, base, best, base_best)
-            low, high = quantile_interval(draws)
-            row += [f"{best}", f"{mine.point[best]:.2f}x", f"x{parts.emitted_ratio:.4f}", f"x{parts.cycle_ratio:.4f}"]
-            row += [f"x{over:.3f} [{low:.3f}, {high:.3f}]", pays(over, [low, high])]
+            bounds = quantile_interval(draws)
+            low, high = (100 * (x - 1) for x in bounds)
+            row += [f"{best}", f"{mine.point[best]:.2f}x", f"{parts.emitted_ratio:.3f}", f"{parts.cycle_ratio:.3f}"]
+            row += [f"{100 * (over - 1):+.1f} % [{low:+.1f}, {high:+.1f}]", pays(over, bounds)]
+        else:
+            row.append(f"{base.point[base_best]:.2f}x")
         table.add_row(*row)
     return table
 
@@ -93,7 +93,7 @@ def operating_table(made: Decision, cost: CostModel) -> Table:
 def group_table(groups: list[GroupChoice]) -> Table:
     """Every prompt group's own acceptance and K, and what the common K costs it."""
     table = Table(
-        title="prompt groups, each from its own measured curve", title_justify="left", box=SIMPLE, pad_edge=False
+        title="prompt groups, each from its own measured curve", title_justify="left", box=None, padding=(0, 2, 0, 0)
     )
     table.add_column("group")
     k = groups[0].k

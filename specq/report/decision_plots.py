@@ -93,7 +93,7 @@ def draw_break_even(figure: "Figure", block: dict, recommendation: dict) -> str:
 
 
 def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.1f}\N{NO-BREAK SPACE}%"
+    return f"{round(100 * (ratio - 1), 1) + 0.0:+.1f}\N{NO-BREAK SPACE}%"
 
 
 def _limits(curves: list[dict]) -> tuple[float, float]:
@@ -113,12 +113,15 @@ def draw_sensitivity(figure: "Figure", block: dict, recommendation: dict) -> str
     at = found["at"]
     top, bottom = figure.subplots(2, 3, sharex="col", sharey="row", height_ratios=[1.15, 1])
     columns = (
-        ("alpha", 100.0, 0.0, f"acceptance rates of {name} moved by\n(percentage points, all positions)"),
-        ("draft_cost", 1.0, 1.0, "draft's step times multiplied by\n(c: draft against target)"),
+        ("alpha", 100.0, 0.0, "format's acceptance rates moved by\n(percentage points, every position)"),
+        ("draft_cost", 1.0, 1.0, "draft's step times times\n(c: draft against target)"),
         ("batch", 1.0, float(at["batch"]), f"batch size\n(context {at['context']:,})"),
     )
     for over, best, (key, scale, here, label) in zip(top, bottom, columns, strict=True):
         _sensitivity_column(over, best, found[key], scale, here, label, key != "alpha")
+    ks = [e[k] for key, *_ in columns for e in found[key] for k in ("recommended", "recommended_bf16")]
+    bottom[0].set_ylim(-0.6, max(2, *ks) + 0.8)
+    bottom[0].yaxis.get_major_locator().set_params(integer=True)
     top[0].set_ylabel("tokens per second over\nBF16, each at its best K")
     bottom[0].set_ylabel("best K")
     handles = [*top[0].get_legend_handles_labels()[0], *bottom[0].get_legend_handles_labels()[0]]
@@ -146,8 +149,6 @@ def _sensitivity_column(
         if logarithmic:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
-    best.yaxis.get_major_locator().set_params(integer=True)
-    best.set_ylim(-0.6, max(2, *(max(e["recommended"], e["recommended_bf16"]) for e in entries)) + 0.8)
     best.set_xlabel(label)
 
 
@@ -155,7 +156,7 @@ def _sensitivity_title(found: dict, name: str, recommendation: dict) -> str:
     """Where the decision would turn: the acceptance change at which tokens per second cross BF16's."""
     source, where = (
         recommendation["cost"]["source"],
-        f"batch {found['at']['batch']}, context {found['at']['context']:,}",
+        f"batch\N{NO-BREAK SPACE}{found['at']['batch']}, context\N{NO-BREAK SPACE}{found['at']['context']:,}",
     )
     if name == "bf16":
         return f"How the best K moves, at {where} (cost: {source})"
