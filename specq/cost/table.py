@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -27,7 +28,7 @@ class Timing(BaseModel):
     new_tokens: int = Field(ge=1)
     kv_format: str
     seconds: float = Field(gt=0, allow_inf_nan=False)
-    repeats: list[float] | None = Field(None, min_length=2)
+    repeats: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = Field(None, min_length=2)
 
 
 class TimingFile(BaseModel):
