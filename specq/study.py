@@ -35,6 +35,7 @@ from specq.kv import KVFormat, get_format
 from specq.progress import Reporter
 from specq.prompts import Prompt, PromptReport, Text, read_records
 from specq.replay import ALTERNATIVE, Arm, ReplayResult, Setting, score_texts
+from specq.report.schema import Recommendation
 from specq.rules import Rule
 from specq.sensitivity import sensitivity
 from specq.texts import sample_texts
@@ -77,6 +78,11 @@ class Study:
     cost: CostModel
     conclusions: dict[str, Conclusion] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def recommendations(self) -> dict[str, Recommendation]:
+        """The recommendation of every format."""
+        return {name: found.recommendation for name, found in self.conclusions.items()}
 
     @property
     def material(self) -> Material:
@@ -358,10 +364,10 @@ def write(folder: Path, study: Study) -> None:
     sets = [study.main, *study.own.values()]
     files.write_texts(folder / "texts.parquet", [t for s in sets for t in s.texts])
     files.write_positions(folder / "positions.parquet", [(s.texts, s.columns, s.analysis, s.kind) for s in sets])
-    for name, found in study.conclusions.items():
+    for name, rec in study.recommendations.items():
         sub = folder / study.directories[name]
         sub.mkdir()
-        files.write_json(sub / "recommendation.json", found.recommendation.model_dump(mode="json"))
+        files.write_json(sub / "recommendation.json", rec.model_dump(mode="json"))
         basis = study.own[name].analysis if study.config.text == "own" else study.main.analysis
         profile = recommendation.profile(study.facts, basis, get_format(name))
         files.write_json(sub / "speculation_profile.json", profile.model_dump(mode="json"))

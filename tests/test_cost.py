@@ -82,7 +82,8 @@ def test_a_draft_that_cannot_be_divided_runs_on_one_gpu():
     """14 heads over 8 GPUs: the draft's step is that of one GPU, and the report says so; a target like that is refused."""
     odd = replace(LLAMA_1B, heads=14, kv_heads=2)
     r = Roofline(get_gpu("h100"), LLAMA_70B, odd, 8)
-    assert r.step_time("draft", 4, 100, 1, "bf16") == Roofline(get_gpu("h100"), LLAMA_70B, odd).step_time("draft", 4, 100, 1, "bf16")  # fmt: skip
+    alone = Roofline(get_gpu("h100"), LLAMA_70B, odd)
+    assert r.step_time("draft", 4, 100, 1, "bf16") == alone.step_time("draft", 4, 100, 1, "bf16")
     assert "runs on one" in r.details["note"]
     with pytest.raises(SpecqError, match="14 heads with 2 KV heads cannot be divided over 8"):
         Roofline(get_gpu("h100"), odd, odd, 8)
@@ -117,7 +118,8 @@ def test_calibration_recovers_what_made_the_timings():
     assert got.efficiency.matrix == pytest.approx(0.42, rel=0.05)
     assert got.source == "roofline:8xh100@t.json" and "calibrated on t.json" in got.details["note"]
     short = [r for r in records if r.batch == 1 and r.new_tokens == 1]  # never bound by the matrix rate
-    assert Roofline(get_gpu("h100"), LLAMA_70B, LLAMA_1B, 8).calibrated(short, "t").efficiency.matrix == pytest.approx(0.6, rel=0.1)  # fmt: skip
+    other = Roofline(get_gpu("h100"), LLAMA_70B, LLAMA_1B, 8).calibrated(short, "t")
+    assert other.efficiency.matrix == pytest.approx(0.6, rel=0.1)
 
 
 # ---------------------------------------------------------------- accelerators
