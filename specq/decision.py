@@ -28,6 +28,8 @@ from specq.tune import (
 from specq.wording import sentence
 
 Action = Literal["enable", "enable_and_retune", "measure_more", "do_not_enable", "keep", "retune"]
+# half-widths between the truth and a border for which four studies of five decide: (1.96 + 0.84) / 1.96
+POWER = 2.8 / 1.96
 SCHEDULER_LIMIT = 256  # sequences that a server runs at once by default (vLLM's max_num_seqs)
 Point = tuple[int, int]  # batch, context
 
@@ -316,17 +318,17 @@ def _timing_half_width(speeds: Speeds, made: Decision) -> float:
 
 
 def more_prompts(documents: int, pay: float, interval: list[float], timing: float) -> int | None:
-    """How many more prompts would decide, were `pay` to stay where it is; None where no number of them would.
+    """How many more prompts would decide in four studies of five, were `pay` the truth; None where no number would.
 
     The prompts' part of the half-width falls as the root of their number, that of the timings (`timing`) stays. What is
-    allowed is the distance to the nearest border of the rule: 1 from either side, or 1 - MAX_LOSS for a format that
-    loses nothing.
+    allowed is the distance to the nearest border of the rule (1 from either side, or 1 - MAX_LOSS for a format that loses
+    nothing), less what a study's own estimate strays in one of five.
     """
     half = (interval[1] - interval[0]) / 2
     if not np.isfinite(half):
         return None
-    allowed = max(abs(pay - 1), pay - (1 - MAX_LOSS) if pay >= 1 - MAX_LOSS / 2 else 0.0)
+    allowed = max(abs(pay - 1), pay - (1 - MAX_LOSS) if pay >= 1 - MAX_LOSS / 2 else 0.0) / POWER
     if allowed <= timing:
         return None
     needed = documents * (half**2 - timing**2) / (allowed**2 - timing**2)
-    return max(1, int(np.ceil(needed)) - documents)
+    return max(1, int(np.ceil(needed - 1e-6)) - documents)

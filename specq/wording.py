@@ -39,7 +39,7 @@ def sentence(facts: "StudyFacts", made: "Decision", source: str, share: float, t
         return f"do not enable {fmt.name} for speed: {evidence}. If memory decides, {k}"
     n = made.more_prompts
     if n is not None:
-        how = f"about {n} more prompt{'s' * (n != 1)} like these would decide"
+        how = f"about {n} more prompt{'s' * (n != 1)} like these would decide in four studies of five"
     else:
         how = (
             f"more prompts alone would not decide, the step times' noise is {100 * timing:.1f} %: time them more often"
