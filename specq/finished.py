@@ -32,12 +32,7 @@ class Finished:
     study: dict
     config: StudyConfig
     material: Material
-
-    @property
-    def shapes(self) -> tuple[ModelShape, ModelShape]:
-        """(target's, draft's)."""
-        pair = self.study["pair"]
-        return ModelShape.from_dict(pair["target"]["shape"]), ModelShape.from_dict(pair["draft"]["shape"])
+    shapes: tuple[ModelShape, ModelShape]  # target's, draft's
 
     def facts(self, config: StudyConfig) -> StudyFacts:
         """The study's facts, decided under another configuration (cost, batch, context, current K, objective)."""
@@ -79,7 +74,8 @@ def load(folder: Path) -> Finished:
     study = files.read_json(folder / "study.json")
     try:
         config = StudyConfig(**study["configuration"])
-        return Finished(folder, study, config, _material(folder, study, config))
+        target, draft = (ModelShape.from_dict(study["pair"][side]["shape"]) for side in ("target", "draft"))
+        return Finished(folder, study, config, _material(folder, study, config), (target, draft))
     except (KeyError, ValidationError, TypeError) as error:
         why = str(error).splitlines()[0]
         raise SpecqError(f"{folder} was written by another version of specq ({why}): run the study again") from error

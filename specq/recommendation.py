@@ -23,6 +23,8 @@ from specq.report.schema import (
 from specq.verdicts import find_verdicts
 from specq.vllm_options import DRAFT_KV_CACHE_DTYPE_SINCE, parse_version, vllm_block
 
+EXTRAPOLATION = 1.5  # a context this many times the longest scored one is worth a word
+
 
 def shift_block(analysis: Analysis, arm: str, k: int, text: str, null: str | None) -> Shift:
     """The Shift of one arm at K = k, against the null arm where the study has one."""
@@ -104,6 +106,12 @@ def recommend(
     warnings = [*facts.warnings[None], *facts.warnings.get(fmt.name, [])]
     if analysis.documents.count < 2:
         warnings.append("one document only: no spread between documents, so intervals and standard errors are null")
+    longest = max(len(t.prompt.tokens) + t.positions for t in analysis.texts)
+    if max(config.context) > EXTRAPOLATION * longest:
+        warnings.append(
+            f"acceptance was measured at contexts of at most {longest} tokens and is taken to be the same at"
+            f" {max(config.context)}; step times are not"
+        )
     ratio = {
         f"batch {b}, context {c}": float(x.times[0] / decision.base_curves[b, c].times[0])
         for (b, c), x in decision.curves.items()

@@ -69,9 +69,9 @@ def operating_table(made: Decision, cost: CostModel) -> Table:
     against = made.format.name != "bf16"
     title = f"every operating point, by step times of {cost.source}; * decided for; speedup over plain decoding"
     if against:
-        title += f"; emitted and time: format over BF16 per cycle at K = {made.reference_k}"
+        title += f"; format over BF16: emitted and time per cycle at K = {made.reference_k}, tokens/s at its best K"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    split = ["K", "speedup", "emitted", "time", "tokens/s over bf16", "pays"]
+    split = ["K", "speedup", "emitted", "time", "tokens/s, %", "pays"]
     for heading in ["batch", "context", "K bf16", *(split if against else ["speedup"])]:
         table.add_column(heading, justify="right", no_wrap=True)
     for point, mine in made.curves.items():
@@ -83,7 +83,7 @@ def operating_table(made: Decision, cost: CostModel) -> Table:
             bounds = quantile_interval(draws)
             low, high = (100 * (x - 1) for x in bounds)
             row += [f"{best}", f"{mine.point[best]:.2f}x", f"{parts.emitted_ratio:.3f}", f"{parts.cycle_ratio:.3f}"]
-            row += [f"{100 * (over - 1):+.1f} % [{low:+.1f}, {high:+.1f}]", pays(over, bounds)]
+            row += [f"{100 * (over - 1):+.1f} [{low:+.1f}, {high:+.1f}]", pays(over, bounds)]
         else:
             row.append(f"{base.point[base_best]:.2f}x")
         table.add_row(*row)

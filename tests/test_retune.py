@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -108,19 +107,19 @@ def test_the_command_takes_under_two_seconds_and_no_torch(studies):
     """Issue: retuning takes under 2 s, because neither torch nor transformers nor matplotlib is imported for it."""
     _, folder = studies["both"]
     code = (
-        "import sys; sys.argv = ['specq', 'tune', sys.argv[1], '--cost', 'roofline:8xh200', '--batch', '1,8,64']\n"
+        "import sys; sys.argv = ['specq', 'tune', sys.argv[1], '--cost', 'roofline:4xh200', '--batch', '1,8,64']\n"
         "from specq.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'matplotlib', 'vllm'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    began = time.process_time(), os.times().children_user
+    began = os.times().children_user
     out = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
-    taken = os.times().children_user - began[1]
+    taken = os.times().children_user - began
     assert out.returncode == 0, out.stderr
     assert taken < 2, f"{taken:.2f} s of CPU"
-    assert "roofline:8xh200" in out.stdout and "num_speculative_tokens" in out.stdout
+    assert "roofline:4xh200" in out.stdout and "num_speculative_tokens" in out.stdout
 
 
 def test_the_command_writes_what_it_decided(studies, tmp_path):
@@ -155,7 +154,7 @@ def test_what_cannot_be_decided_is_refused(studies, tmp_path):
         ([folder, "--max-ms-per-token", "0"], "--max-ms-per-token: Input should be greater than 0"),
         ([folder, "--mix", "poetry=1"], "no group 'poetry'"),
         ([folder, "--mix", "code"], "--mix takes shares like"),
-        ([studies["measured"][1], "--batch", "64"], "no target timing for fp8_e4m3 at batch 64"),
+        ([studies["measured"][1], "--batch", "64"], "no draft timing for bf16 at batch 64"),
     ):
         out = run("tune", *args)
         assert out.returncode == 2 and says in out.stderr and "Traceback" not in out.stderr, (args, out.stderr)
@@ -194,14 +193,15 @@ def test_two_studies_are_compared_with_the_difference(studies, tmp_path):
     assert different.estimate.se == pytest.approx(np.hypot(alone[0].se, alone[1].se))
     out = run("compare", folder, where, COLUMNS="160")
     assert out.returncode == 0, out.stderr
-    for text in (
+    words = (
         "settings that differ",
         "roofline:2xh100",
         "as independent studies",
         "mu fp8_e4m3",
         "shift fp8_e4m3",
         "decision",
-    ):
+    )
+    for text in words:
         assert text in out.stdout, text
     none = run("compare", folder, studies["bf16"][1])
     assert none.returncode == 2 and "share no format" in none.stderr
