@@ -158,7 +158,7 @@ def capacity(
 
 @app.command()
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(help="help, chain, study, precision[:SEED].")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="help, chain, study, tune, precision[:SEED].")] = None,
 ) -> None:
     """Benchmark specq itself on this machine; one JSON line each."""
     from specq.bench import main as run_benches

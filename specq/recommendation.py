@@ -153,6 +153,9 @@ def recommend(
             baseline_at_current=float(base.point[current]),
             dtype_at_current=float(mine.point[current]),
             dtype_at_recommended=float(mine.point[decision.recommended]),
+            dtype_at_recommended_over_plain_bf16=float(
+                mine.point[decision.recommended] * base.times[0] / mine.times[0]
+            ),
             retuning_gain=decision.gain.value,
             ci95=_bounds(decision.gain.ci95),
             kept_bf16_k=KeptK(k=decision.kept.k, loss=decision.kept.value, ci95=_bounds(decision.kept.ci95)),

@@ -6,6 +6,7 @@ at most 1 %. K = 0 means plain decoding. K beyond what was measured is never rec
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -65,7 +66,7 @@ class Curve:
         """Which K keep the mean time per token within the limit, [k_max + 1]."""
         return self.per_token <= (np.inf if self.limit is None else self.limit)
 
-    @property
+    @cached_property
     def best(self) -> int:
         """The recommended K."""
         return choose_k(self.point, self.draws, self.meets_limit)

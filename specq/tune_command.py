@@ -30,6 +30,10 @@ def tune_command(folder: Path, changes: Mapping[str, Any], mix: str | None, out:
     if shares:
         for name in lonely_groups(finished.material.main, shares):
             facts.warnings[None].append(f"group {name} has one document: its spread is unknown and counts as none")
+        shown = ", ".join(f"{100 * s / sum(shares.values()):.0f} % {n}" for n, s in shares.items())
+        facts.warnings[None].append(
+            f"decided for traffic whose tokens are {shown}, each group from its own measured curve"
+        )
     cost = finished.cost(config)
     formats = [get_format(n) for n in config.dtypes]
     if out is not None:

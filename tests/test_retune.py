@@ -167,6 +167,7 @@ def test_what_cannot_be_decided_is_refused(studies, tmp_path):
     (old / "study.json").write_text(json.dumps(study))
     out = run("tune", old)
     assert out.returncode == 2 and "another version of specq" in out.stderr and "Traceback" not in out.stderr
+    (old / "study.json").write_bytes((folder / "study.json").read_bytes())
     (old / "positions.parquet").write_bytes(b"PAR1")
     assert "is damaged" in run("tune", old).stderr
 

@@ -1,9 +1,12 @@
 """The decision: K from curves and costs, schedules, what is written for vLLM, against numbers worked out by hand."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specq.cost import Operating, cycle_times, speedup
 from specq.cost.table import TableCost, Timing
@@ -106,6 +109,22 @@ def test_the_schedule_is_in_vllms_form():
     """Inclusive ranges from 1, gapless, equal neighbours merged, whatever the order of the batch sizes."""
     assert schedule([(8, 3), (1, 5), (32, 3), (128, 0)]) == [[1, 1, 5], [2, 32, 3], [33, 128, 0]]
     assert schedule([(16, 4)]) == [[1, 16, 4]]
+
+
+@given(st.dictionaries(st.integers(1, 512), st.integers(0, 16), min_size=1, max_size=8))
+def test_every_schedule_is_one_that_vllm_takes(best):
+    """Ranges are inclusive, start at 1, leave no gap, do not overlap, end at the largest batch, and every batch asked for
+    has its own K; no two neighbours are alike, and the largest K is num_speculative_tokens."""
+    plan = schedule(list(best.items()))
+    assert plan[0][0] == 1 and plan[-1][1] == max(best)
+    assert all(a <= b for a, b, _ in plan) and all(y[0] == x[1] + 1 for x, y in pairwise(plan))
+    assert all(x[2] != y[2] for x, y in pairwise(plan))
+    for batch, k in best.items():
+        assert [entry[2] for entry in plan if entry[0] <= batch <= entry[1]] == [k]
+    written = block(schedule_=plan).speculative_config
+    assert (max(best.values()) == 0) == (written is None)
+    if written:
+        assert written["num_speculative_tokens"] == max(best.values())
 
 
 def block(version="0.32", schedule_=((1, 1, 3),), fmt="fp8"):

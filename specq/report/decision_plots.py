@@ -114,7 +114,7 @@ def draw_sensitivity(figure: "Figure", block: dict, recommendation: dict) -> str
     top, bottom = figure.subplots(2, 3, sharex="col", sharey="row", height_ratios=[1.15, 1])
     columns = (
         ("alpha", 100.0, 0.0, "format's acceptance rates moved by\n(percentage points, every position)"),
-        ("draft_cost", 1.0, 1.0, "draft's step times times\n(c: draft against target)"),
+        ("draft_cost", 1.0, 1.0, "draft's step times, factor\n(c: draft against target)"),
         ("batch", 1.0, float(at["batch"]), f"batch size\n(context {at['context']:,})"),
     )
     for over, best, (key, scale, here, label) in zip(top, bottom, columns, strict=True):
@@ -145,7 +145,7 @@ def _sensitivity_column(
     style = FORMAT | {"markersize": 3}
     best.step(x, [e["recommended"] for e in entries], where="mid", lw=1.2, ls="--", **style, label="format")
     for axes in (over, best):
-        axes.axvline(here, color=BLACK, lw=1.0, ls=":", label="as measured" if axes is over else None)
+        axes.axvline(here, color=BLACK, lw=1.0, ls=":", label="as decided" if axes is over else None)
         if logarithmic:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda v, _: f"{v:g}")

@@ -51,6 +51,7 @@ class Speedup(_Strict):
     baseline_at_current: float
     dtype_at_current: float
     dtype_at_recommended: float
+    dtype_at_recommended_over_plain_bf16: float = Field(description="over plain decoding with a BF16 cache")
     retuning_gain: float
     ci95: Interval = Field(description="interval of retuning_gain; every bootstrap draw chooses its own K")
     kept_bf16_k: KeptK
