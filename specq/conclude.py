@@ -35,8 +35,9 @@ class Material:
 
 @dataclass
 class Conclusion:
-    """One format's decision with its recommendation and its groups."""
+    """One format's decision with its recommendation, its groups, and the analysis it was decided from."""
 
+    basis: Analysis
     decision: Decision
     recommendation: Recommendation
     groups: list[GroupChoice]
@@ -69,5 +70,5 @@ def conclude(
             own = recommendation.shift_block(paired, f"{fmt.name}+bf16", made.reference_k, "own", NULL)
         rec = recommendation.recommend(facts, basis, own, made, cost, kind, probabilistic)
         groups = group_choices(facts, whole if config.text == "own" else material.main, cost, made)
-        out[fmt.name] = Conclusion(made, rec, groups)
+        out[fmt.name] = Conclusion(basis, made, rec, groups)
     return out

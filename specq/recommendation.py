@@ -112,6 +112,7 @@ def recommend(
             f"acceptance was measured at contexts of at most {longest} tokens and is taken to be the same at"
             f" {max(config.context)}; step times are not"
         )
+    warnings += _memory_warnings(decision)
     ratio = {
         f"batch {b}, context {c}": float(x.times[0] / decision.base_curves[b, c].times[0])
         for (b, c), x in decision.curves.items()
@@ -200,6 +201,20 @@ def _capacity(found: decisions.Capacity | None) -> Capacity | None:
         tokens_per_second_over_bf16=found.ratio,
         ci95=_bounds(found.ratio_ci95) if found.ratio_ci95 else (None, None),
     )
+
+
+def _memory_warnings(decision: Decision) -> list[str]:
+    """What the GPUs decided for cannot hold: the figures are then of a server that does not exist."""
+    room = decision.capacity
+    if room is None:
+        return []
+    if not room.sequences:
+        what = f"not one sequence of {room.context} tokens beside the weights with {decision.format.name}"
+    elif decision.at[0] > room.sequences:
+        what = f"batch {decision.at[0]} at {room.context} tokens with {decision.format.name}; {room.sequences} fit"
+    else:
+        return []
+    return [f"{room.server} cannot hold {what}: decide for more GPUs (--cost roofline:NxGPU) or a shorter --context"]
 
 
 def _mu(analysis: Analysis, arm: str) -> dict[str, float]:

@@ -253,12 +253,10 @@ def draw(out: Path) -> None:
 
 def decide(study: Study, formats: Sequence[KVFormat]) -> None:
     """Fill in the conclusions of every format, with how they move with acceptance, draft cost and batch."""
-    material = study.material
-    study.conclusions = conclude(study.facts, formats, material, study.cost)
-    for name, found in study.conclusions.items():
-        basis = material.paired[name] if study.config.text == "own" else material.main
+    study.conclusions = conclude(study.facts, formats, study.material, study.cost)
+    for found in study.conclusions.values():
         made = found.decision
-        made.sensitivity = sensitivity(study.facts, basis, made.format, study.cost, made)
+        made.sensitivity = sensitivity(study.facts, found.basis, made.format, study.cost, made)
 
 
 def prompt_warnings(config: StudyConfig, prompts: Sequence[Prompt], report: PromptReport) -> list[str]:

@@ -119,8 +119,7 @@ def write(out: Path, finished: Finished, facts: StudyFacts, cost: CostModel, fou
         sub = out / finished.study["directories"][name]
         sub.mkdir(parents=True, exist_ok=True)
         made = conclusion.decision
-        basis = finished.material.paired[name] if facts.config.text == "own" else finished.material.main
-        made.sensitivity = sensitivity(facts, basis, made.format, cost, made)
+        made.sensitivity = sensitivity(facts, conclusion.basis, made.format, cost, made)
         files.write_json(sub / "recommendation.json", conclusion.recommendation.model_dump(mode="json"))
         block = decision_block(conclusion) | {
             "cost": cost.source,

@@ -56,7 +56,7 @@ def _k_advice(best: int, current: int) -> str:
 
 
 def _room(capacity: "Capacity | None") -> str:
-    if capacity is None or not capacity.limits:
+    if capacity is None or not capacity.limits or not (capacity.sequences or capacity.bf16_sequences):
         return ""
     text = f"; on {capacity.server} {capacity.sequences} sequences of {capacity.context} tokens fit"
     text += f" instead of {capacity.bf16_sequences}"

@@ -271,6 +271,15 @@ def test_throughput_joins_a_cheaper_cycle_and_a_larger_batch():
     by_hand = (65 / mine.per_token[mine.best]) / (35 / base.per_token[base.best])
     assert made.pay == pytest.approx(by_hand) == capacity.ratio
     assert "65 sequences of 32768 tokens fit instead of 35" in made.sentence and made.action.startswith("enable")
+    rec = recommend(about, found, None, made, cost, "same")
+    assert rec.capacity.bf16_sequences == 35 and not any("cannot hold" in w for w in rec.warnings)
+    for batch, server, says in (
+        (128, server, "batch 128 at 32768 tokens"),
+        (1, Server("h100", 1, 80), "not one sequence"),
+    ):
+        late = facts(server, batch=(batch,), context=(32768,))
+        warned = recommend(late, found, None, decide(late, found, FP8, cost), cost, "same")
+        assert any("cannot hold" in w and says in w for w in warned.warnings)
     with pytest.raises(SpecqError, match="not one sequence of 32768 tokens fits"):
         decide(replace(about, server=Server("h100", 2, 80)), found, FP8, Roofline(get_gpu("h100"), *SHAPES, 2))
 

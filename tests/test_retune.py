@@ -136,7 +136,9 @@ def test_the_command_writes_what_it_decided(studies, tmp_path):
             "code",
         ]
         assert {p.name for p in (sub / "plots").iterdir()} == {"break_even.png", "sensitivity.png"}
-    assert "prompt groups" in out.stdout and "code" in out.stdout
+        decided = next(e for e in block["sensitivity"]["alpha"] if e["x"] == 0)
+        assert decided["over_bf16"] == pytest.approx(block["curves"][0]["over_bf16"])  # of the mixture as well
+    assert "prompt groups" in out.stdout and "tokens are 80 % code, 20 % chat" in " ".join(out.stdout.split())
     taken = run("tune", folder, "--out", tmp_path / "new")
     assert taken.returncode == 2 and "is not empty" in taken.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new"]
