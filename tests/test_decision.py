@@ -273,11 +273,11 @@ def test_throughput_joins_a_cheaper_cycle_and_a_larger_batch():
     assert "65 sequences of 32768 tokens fit instead of 35" in made.sentence and made.action.startswith("enable")
     rec = recommend(about, found, None, made, cost, "same")
     assert rec.capacity.bf16_sequences == 35 and not any("cannot hold" in w for w in rec.warnings)
-    for batch, server, says in (
+    for batch, small, says in (
         (128, server, "batch 128 at 32768 tokens"),
         (1, Server("h100", 1, 80), "not one sequence"),
     ):
-        late = facts(server, batch=(batch,), context=(32768,))
+        late = facts(small, batch=(batch,), context=(32768,))
         warned = recommend(late, found, None, decide(late, found, FP8, cost), cost, "same")
         assert any("cannot hold" in w and says in w for w in warned.warnings)
     with pytest.raises(SpecqError, match="not one sequence of 32768 tokens fits"):

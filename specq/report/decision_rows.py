@@ -1,6 +1,6 @@
 """Rows of the report about speed and the decision: what the format does to it, point by point and group by group."""
 
-from specq.report.view import FormatView, Row, interval, number, percent, percents, with_interval
+from specq.report.view import BASE, FormatView, Row, interval, number, percent, percents, with_interval
 
 
 def speed_figures(view: FormatView) -> list[Row]:
@@ -77,8 +77,12 @@ def operating_rows(view: FormatView) -> list[Row]:
 
 
 def group_rows(view: FormatView) -> list[Row]:
-    """(group, documents, mu BF16, mu format, own K, speed lost by the common K, interval); empty without groups."""
-    return [
+    """(group, documents, mu BF16, mu format, own K, speed lost by the common K, interval), then all texts together: token
+    by token, as a server counts, and as the mean over prompts. Empty without groups."""
+    groups = view.decision["groups"]
+    if not groups:
+        return []
+    rows = [
         (
             g["name"],
             str(g["documents"]),
@@ -88,5 +92,12 @@ def group_rows(view: FormatView) -> list[Row]:
             percent(g["loss"]),
             percents(g["loss_ci95"]),
         )
-        for g in view.decision["groups"]
+        for g in groups
     ]
+    k, documents = groups[0]["k"], str(sum(g["documents"] for g in groups))
+    tokens = (view.mu(arm)[k]["value"] for arm in (BASE, view.arm))
+    prompts = (view.summary(arm).get("mu_accepted_prompt_mean", {}).get(str(k)) for arm in (BASE, view.arm))
+    rows.append(
+        ("all, token-weighted", documents, *(number(x, 3, False) for x in tokens), str(view.recommended), "", "")
+    )
+    return [*rows, ("all, mean over prompts", documents, *(number(x, 3, False) for x in prompts), "", "", "")]
