@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specq import pairs
-from specq.capacity import CapacityReport, Load, Server, explain, gigabytes, report
+from specq.capacity import LONGEST, CapacityReport, Load, Server, explain, gigabytes, report
 from specq.cost.gpus import parse_gpus
 from specq.errors import SpecqError
 from specq.kv import FORMATS, get_format
@@ -89,9 +89,12 @@ def _title(found: CapacityReport) -> str:
     kept = ", ".join(f"{n} of window {w}" if w else f"{n} full" for w, n in t.layers)
     heads = f"a latent of {t.latent} elements" if t.latent else f"{t.kv_heads} KV heads x {t.head_dim}"
     over = f"; {found.server.gpus} GPUs keep {_copies(found)}" if found.server and found.server.gpus > 1 else ""
+    beyond = (
+        f" (beyond the model's {t.max_positions:,} positions)" if found.context > (t.max_positions or LONGEST) else ""
+    )
     return (
         f"target: {t.weights / 1e9:.2f} B weights ({gigabytes(t.resident_bytes)}); layers: {kept}; {heads}{over}\n"
-        f"one sequence of {found.context:,} tokens:"
+        f"one sequence of {found.context:,} tokens{beyond}:"
     )
 
 

@@ -100,7 +100,7 @@ class ModelShape:
         table = 0 if shape.tied else shape.vocab * shape.hidden
         layers = ((None, shape.layers),)
         sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.hidden, shape.vocab)
-        return cls(shape.parameters, layers, *sizes, table)
+        return cls(shape.parameters, layers, *sizes, table, max_positions=shape.positions)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelShape":

@@ -61,6 +61,8 @@ def test_the_longest_context_is_the_last_that_fits():
         longest = load.longest(fmt, 50, server)
         assert load.sequences(fmt, longest, server) >= 50 > load.sequences(fmt, longest + 1, server)
     assert load.longest(BF16, 10**9, server) == 0
+    limited = Load(ModelShape.of_registered(pairs.find("tiny", None, None).target.shape))
+    assert limited.longest(BF16, 1, server) == 8192
 
 
 def test_windows_cap_their_layers():
@@ -178,6 +180,8 @@ def test_the_command_answers_and_refuses(tmp_path):
     )
     path = save_model(tmp_path / "m", "gemma2")
     (path / "model.safetensors").unlink()
+    beyond = run("capacity", "--target", path, "--context", "1000", COLUMNS="250")
+    assert "one sequence of 1,000 tokens (beyond the model's 256 positions)" in beyond.stdout
     own = run("capacity", "--target", path, "--context", "100", "--dtype", "fp8", "--json")
     assert own.returncode == 0, own.stderr
     row = json.loads(own.stdout)["formats"][0]
