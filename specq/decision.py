@@ -15,21 +15,21 @@ from specq.kv import KVFormat, get_format
 from specq.rules import Transform
 from specq.shape import ModelShape
 from specq.tune import (
-    MAX_LOSS,
     Curve,
     Gain,
     Loss,
     kept_k_loss,
+    more_prompts,
+    pays,
     quantile_interval,
     retuning,
     schedule,
     speed_curve,
+    tokens_ratio,
 )
 from specq.wording import sentence
 
 Action = Literal["enable", "enable_and_retune", "measure_more", "do_not_enable", "keep", "retune"]
-# half-widths between the truth and a border for which four studies of five decide: (1.96 + 0.84) / 1.96
-POWER = 2.8 / 1.96
 SCHEDULER_LIMIT = 256  # sequences that a server runs at once by default (vLLM's max_num_seqs)
 Point = tuple[int, int]  # batch, context
 
@@ -251,12 +251,6 @@ def _operating_point(config: StudyConfig, curves: dict[Point, Curve], fit: int |
     return max(meeting, key=lambda p: meeting[p].tokens_per_second[meeting[p].best])
 
 
-def tokens_ratio(mine: Curve, base: Curve, k: int, base_k: int) -> tuple[float, np.ndarray]:
-    """Tokens per second of `mine` at k over `base` at base_k, and its draws."""
-    value = float(mine.tokens_per_second[k] / base.tokens_per_second[base_k])
-    return value, mine.tokens_per_second_draws[:, k] / base.tokens_per_second_draws[:, base_k]
-
-
 def _break_even(speeds: Speeds, mine: Curve, base: Curve, k: int) -> BreakEven:
     (e, draws), (e0, draws0) = speeds.emitted(), speeds.emitted(baseline=True)
     ratio, cycle = float(e[k] / e0[k]), float(mine.times[k] / base.times[k])
@@ -287,22 +281,10 @@ def kv_share(shape: ModelShape, fmt: KVFormat) -> float:
     return sum(shape.kv_bytes(fmt, 1)) / sum(shape.kv_bytes(get_format("bf16"), 1))
 
 
-def _pays(value: float, interval: list[float]) -> bool:
-    """Faster for sure, or surely not slower than by what the choice of K may cost."""
-    return interval[0] > 1 or (interval[0] >= 1 - MAX_LOSS and value >= 1 - MAX_LOSS / 2)
-
-
-def pays(value: float, interval: list[float]) -> str:
-    """Whether tokens per second over BF16 of `value` pay, by the rule of the decision: yes, no or open."""
-    if _pays(value, interval):
-        return "yes"
-    return "no" if interval[1] < 1 else "open"
-
-
 def _action(fmt: KVFormat, pay: float, interval: list[float], changes_k: bool) -> Action:
     if fmt.name == "bf16":
         return "retune" if changes_k else "keep"
-    if _pays(pay, interval):
+    if pays(pay, interval) == "yes":
         return "enable_and_retune" if changes_k else "enable"
     return "do_not_enable" if interval[1] < 1 else "measure_more"
 
@@ -315,20 +297,3 @@ def _timing_half_width(speeds: Speeds, made: Decision) -> float:
     low, high = quantile_interval(exact[0] / exact[1])
     both = (made.pay_ci95[1] - made.pay_ci95[0]) / 2
     return float(np.sqrt(max(0.0, both**2 - ((high - low) / 2) ** 2)))
-
-
-def more_prompts(documents: int, pay: float, interval: list[float], timing: float) -> int | None:
-    """How many more prompts would decide in four studies of five, were `pay` the truth; None where no number would.
-
-    The prompts' part of the half-width falls as the root of their number, that of the timings (`timing`) stays. What is
-    allowed is the distance to the nearest border of the rule (1 from either side, or 1 - MAX_LOSS for a format that loses
-    nothing), less what a study's own estimate strays in one of five.
-    """
-    half = (interval[1] - interval[0]) / 2
-    if not np.isfinite(half):
-        return None
-    allowed = max(abs(pay - 1), pay - (1 - MAX_LOSS) if pay >= 1 - MAX_LOSS / 2 else 0.0) / POWER
-    if allowed <= timing:
-        return None
-    needed = documents * (half**2 - timing**2) / (allowed**2 - timing**2)
-    return max(1, int(np.ceil(needed - 1e-6)) - documents)

@@ -4,10 +4,10 @@ import numpy as np
 
 from specq.analysis import Analysis
 from specq.cost import CostModel
-from specq.decision import SCHEDULER_LIMIT, Decision, Speeds, StudyFacts, tokens_ratio
+from specq.decision import SCHEDULER_LIMIT, Decision, Speeds, StudyFacts
 from specq.errors import SpecqError
 from specq.kv import KVFormat
-from specq.tune import Curve, quantile_interval
+from specq.tune import Curve, quantile_interval, tokens_ratio
 
 SHIFTS = tuple(np.round(np.linspace(-0.2, 0.2, 17), 3).tolist())
 FACTORS = tuple(float(2 ** (i / 2)) for i in range(-4, 5))

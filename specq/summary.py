@@ -15,12 +15,11 @@ from specq import __version__
 from specq.analysis import BASE, NULL, Analysis, summarise
 from specq.conclude import Conclusion
 from specq.config import DRAWS, StudyConfig
-from specq.decision import tokens_ratio
 from specq.kv import get_format
 from specq.models import LoadedModel
 from specq.rules import Rule
 from specq.stats import significant
-from specq.tune import Curve, quantile_interval
+from specq.tune import Curve, quantile_interval, tokens_ratio
 
 if TYPE_CHECKING:
     from specq.study import Study

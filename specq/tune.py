@@ -14,6 +14,8 @@ from specq.cost import CostModel, Operating, cycle_time_draws, cycle_times, spee
 from specq.stats import LEVEL
 
 MAX_LOSS = 0.01
+# half-widths between the truth and a border for which four studies of five decide: (1.96 + 0.84) / 1.96
+POWER = 2.8 / 1.96
 
 
 def quantile_interval(draws: np.ndarray) -> list[float]:
@@ -36,8 +38,10 @@ def choose_k(point: np.ndarray, draws: np.ndarray, allowed: np.ndarray | None = 
     return int(good.argmax())
 
 
-def draw_choices(draws: np.ndarray) -> np.ndarray:
-    """The K that each draw alone would choose: the smallest within 1 % of its own best, [R]."""
+def draw_choices(draws: np.ndarray, allowed: np.ndarray | None = None) -> np.ndarray:
+    """The K that each draw alone would choose among those allowed: the smallest within 1 % of its own best, [R]."""
+    if allowed is not None and allowed.any():
+        draws = np.where(allowed, draws, 0.0)
     return (draws >= (1 - MAX_LOSS) * draws.max(1, keepdims=True)).argmax(1)
 
 
@@ -113,7 +117,7 @@ def retuning(curve: Curve, current: int, recommended: int) -> Gain:
     value = float(curve.point[recommended] / curve.point[current] - 1)
     if np.isnan(curve.draws).any():
         return Gain(value, [np.nan] * 2, [np.nan] * 2, {})
-    ks = draw_choices(curve.draws)
+    ks = draw_choices(curve.draws, curve.meets_limit)
     judged = np.roll(curve.draws, 1, axis=0)
     chosen = np.take_along_axis(judged, ks[:, None], 1)[:, 0]
     shares = {int(k): float((ks == k).mean()) for k in np.unique(ks)}
@@ -138,7 +142,9 @@ def kept_k_loss(curve: Curve, base: Curve, recommended: int, kept: int) -> Loss:
     if np.isnan(curve.draws).any() or np.isnan(base.draws).any():
         return Loss(kept, value, [np.nan] * 2)
     judged = np.roll(curve.draws, 1, axis=0)
-    old, new = (np.take_along_axis(judged, draw_choices(c.draws)[:, None], 1)[:, 0] for c in (base, curve))
+    old, new = (
+        np.take_along_axis(judged, draw_choices(c.draws, c.meets_limit)[:, None], 1)[:, 0] for c in (base, curve)
+    )
     return Loss(kept, value, _around(value, 1 - old / new))
 
 
@@ -146,6 +152,39 @@ def _around(value: float, draws: np.ndarray) -> list[float]:
     """Interval of draws, widened to hold the point: outside it would be an artefact of choosing per draw."""
     low, high = quantile_interval(draws)
     return [min(low, value), max(high, value)]
+
+
+def tokens_ratio(mine: Curve, base: Curve, k: int, base_k: int) -> tuple[float, np.ndarray]:
+    """Tokens per second of `mine` at k over `base` at base_k, and its draws."""
+    value = float(mine.tokens_per_second[k] / base.tokens_per_second[base_k])
+    return value, mine.tokens_per_second_draws[:, k] / base.tokens_per_second_draws[:, base_k]
+
+
+def pays(value: float, interval: list[float]) -> str:
+    """Whether tokens per second over BF16 of `value` pay, yes, no or open.
+
+    Yes: faster for sure, or surely not slower by more than what the choice of K may cost. No: slower for sure.
+    """
+    if interval[0] > 1 or (interval[0] >= 1 - MAX_LOSS and value >= 1 - MAX_LOSS / 2):
+        return "yes"
+    return "no" if interval[1] < 1 else "open"
+
+
+def more_prompts(documents: int, pay: float, interval: list[float], timing: float) -> int | None:
+    """How many more prompts would decide in four studies of five, were `pay` the truth; None where no number would.
+
+    The prompts' part of the half-width falls as the root of their number, that of the timings (`timing`) stays. What is
+    allowed is the distance to the nearest border of the rule (1 from either side, or 1 - MAX_LOSS for a format that loses
+    nothing), less what a study's own estimate strays in one of five.
+    """
+    half = (interval[1] - interval[0]) / 2
+    if not np.isfinite(half):
+        return None
+    allowed = max(abs(pay - 1), pay - (1 - MAX_LOSS) if pay >= 1 - MAX_LOSS / 2 else 0.0) / POWER
+    if allowed <= timing:
+        return None
+    needed = documents * (half**2 - timing**2) / (allowed**2 - timing**2)
+    return max(1, int(np.ceil(needed - 1e-6)) - documents)
 
 
 def schedule(best_by_batch: Sequence[tuple[int, int]]) -> list[list[int]]:

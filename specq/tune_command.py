@@ -12,13 +12,13 @@ from specq import files
 from specq.command import answer_table
 from specq.conclude import Conclusion, conclude
 from specq.cost import CostModel
-from specq.decision import Decision, StudyFacts, pays, tokens_ratio
+from specq.decision import Decision, StudyFacts
 from specq.errors import SpecqError
 from specq.finished import Finished, load, reconfigured
 from specq.kv import get_format
 from specq.mixtures import GroupChoice, lonely_groups
 from specq.sensitivity import sensitivity
-from specq.tune import quantile_interval
+from specq.tune import pays, quantile_interval, tokens_ratio
 
 
 def tune_command(folder: Path, changes: Mapping[str, Any], mix: str | None, out: Path | None) -> None:

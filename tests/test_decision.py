@@ -10,7 +10,7 @@ from specq.analysis import BASE, NULL, analyse
 from specq.capacity import Server
 from specq.config import DRAWS, StudyConfig
 from specq.cost.table import TableCost, Timing
-from specq.decision import StudyFacts, decide, more_prompts, pays
+from specq.decision import StudyFacts, decide
 from specq.errors import SpecqError
 from specq.kv import get_format
 from specq.mixtures import group_choices, group_names, lonely_groups, mixture, of_group
@@ -20,7 +20,7 @@ from specq.report.schema import Recommendation
 from specq.rules import Rule, Transform
 from specq.sensitivity import sensitivity, shifted
 from specq.shape import ModelShape
-from specq.tune import kept_k_loss, speed_curve
+from specq.tune import kept_k_loss, more_prompts, pays, speed_curve
 from specq.verdicts import strict_slo
 
 FP8 = get_format("fp8")

@@ -87,6 +87,8 @@ def test_draws_that_choose_for_themselves():
     """Each draw's own K is the smallest within 1 % of that draw's best."""
     draws = np.array([[1.0, 1.2, 1.205], [1.0, 1.2, 1.3], [1.0, 0.9, 0.8]])
     assert draw_choices(draws).tolist() == [1, 2, 0]
+    assert draw_choices(draws, np.array([True, False, True])).tolist() == [2, 2, 0]
+    assert draw_choices(draws, np.zeros(3, bool)).tolist() == [1, 2, 0]  # a limit that nothing meets rules nothing out
 
 
 def test_retuning_gain_is_the_ratio_of_the_curve():
