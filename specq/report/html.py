@@ -16,7 +16,7 @@ CAPTIONS = {
     " first k drafted tokens are all accepted (marginal), and that the k-th is once those before it were (conditional).",
     "mu_shift": "Shift of mu against BF16, paired prompt by prompt. Believe a shift whose interval keeps clear of the grey"
     " band, which is what another order of the same BF16 arithmetic does. Triangles: the draft's cache is in the format too.",
-    "speedup_vs_k": "Speedup at the first batch size and context; bands include the prompts' spread and that of the step"
+    "speedup_vs_k": "Speedup at the batch size and context decided for; bands include the prompts' spread and that of the step"
     " times, where they were measured. Above the line at 1, speculation pays. Lower panels: the format at every batch size.",
     "break_even": "Tokens per cycle against time per cycle, format over BF16 at one K: above the line the format is faster. All"
     " points share their height: acceptance does not depend on batch and context here, the cost model moves them sideways.",
