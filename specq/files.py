@@ -15,7 +15,7 @@ import numpy as np
 from specq.errors import SpecqError
 
 if TYPE_CHECKING:
-    from specq.texts import Text
+    from specq.prompts import Text
 
 
 def finite(value: Any) -> Any:  # noqa: ANN401 - any JSON value
@@ -156,9 +156,15 @@ def write_positions(path: Path, everything: Sequence[tuple]) -> None:
     write_parquet(path, {name: np.concatenate(chunks) for name, chunks in parts.items()})
 
 
-def read_positions(path: Path) -> dict[str, np.ndarray]:
-    """positions.parquet as columns, in the order of its rows."""
+def read_parquet(path: Path, columns: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    """A parquet file's columns (all by default) in the order of its rows; SpecqError when it is missing or damaged."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pq.read_table(path)
+    try:
+        table = pq.read_table(path, columns=None if columns is None else list(columns))
+    except OSError as error:
+        raise SpecqError(f"cannot read {path}: {error.strerror or error}") from error
+    except pa.ArrowInvalid as error:
+        raise SpecqError(f"{path} is damaged: {error}") from error
     return {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}

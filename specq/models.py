@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from specq.errors import SpecqError
 from specq.kv import KVFormat, attention
 from specq.kv.cache import LayerScales, QuantizedCache
+from specq.shape import ModelShape, shape_of
 
 # Names under which checkpoints keep a layer's KV scales: attention module, vLLM's inner `attn`, or the projection.
 _SCALE_NAME = re.compile(r"\.layers\.(\d+)\.(?:self_attn|attention)\.(?:attn\.)?(?:[kvq]_proj\.)?([kvq])_scale$")
@@ -76,6 +77,11 @@ class LoadedModel:
     checkpoint_dtype: str
     parameters: int
     cache_keyword: str = field(default="cache")
+
+    @property
+    def shape(self) -> ModelShape:
+        """What cost and capacity need of it."""
+        return shape_of(self.model.config, ((name, p.numel()) for name, p in self.model.named_parameters()))
 
     @property
     def device(self) -> torch.device:
