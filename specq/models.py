@@ -18,7 +18,8 @@ from transformers.utils import logging as transformers_logging
 
 from specq.errors import SpecqError
 from specq.kv import KVFormat, attention
-from specq.kv.cache import LayerScales, QuantizedCache
+from specq.kv.cache import LayerScales, QuantizedCache, QuantizedLayer
+from specq.kv.paged import Backend, PagedLayer, kernel_backend
 from specq.shape import ModelShape, shape_of
 
 # Names under which checkpoints keep a layer's KV scales: attention module, vLLM's inner `attn`, or the projection.
@@ -88,6 +89,11 @@ class LoadedModel:
         """Where its inputs go."""
         return self.model.device
 
+    @property
+    def backend(self) -> Backend:
+        """What its attention and stores run through."""
+        return kernel_backend(self.device, self.geometry.head_dim)
+
     def new_cache(
         self,
         fmt: KVFormat,
@@ -98,7 +104,8 @@ class LoadedModel:
         splits: int = 1,
     ) -> QuantizedCache:
         """An empty cache for `batch` rows of at most `capacity` tokens; `scales` replaces the checkpoint's."""
-        return QuantizedCache(fmt, scales or self.scales, batch, capacity, round_query, splits)
+        layer = QuantizedLayer if self.backend.name == "torch" else PagedLayer
+        return QuantizedCache(fmt, scales or self.scales, batch, capacity, round_query, splits, layer)
 
     @torch.inference_mode()
     def forward(

@@ -153,6 +153,7 @@ def _curve(curve: Curve, base: Curve) -> dict:
 def _describe(name: str, model: LoadedModel, config: StudyConfig) -> dict:
     formats = {n: get_format(n) for n in dict.fromkeys(("bf16", *config.dtypes))}
     return {
+        "attention": model.backend._asdict(),  # what attention and stores ran through, and why not the kernels
         "source": name,
         "parameters": model.parameters,
         "shape": model.shape.as_dict(),

@@ -5,7 +5,7 @@ replays over disjoint page tables several times the L2 cache. Every kernel is ch
 is timed. Rates are KV bytes (scales counted) over time, in percent of a device copy's rate in the same run; `of bound` is
 the share of the larger of two times, bytes at the copy rate and operations at the bf16 matrix rate. Other kernels
 (`baselines`) run side by side where they are installed. Prints a table, and one JSON line last;
-studies/results/kernels/ keeps them.
+studies/results/kernels/ keeps them. `page FILE.json` prints the page there.
 """
 
 import datetime
@@ -14,6 +14,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import triton
@@ -308,8 +309,63 @@ def describe() -> dict:
     }
 
 
+def page(result: dict) -> str:
+    """The page of studies/results/kernels/, in Markdown, from one result."""
+    m, names = result["machine"], ("specq", "specq_fill", "torch_sdpa", "flash_attention_3", "vllm_triton")
+    versions = ", ".join(f"{k} {v}" for k, v in {**m["baselines"], "triton": m["triton"], "cuda": m["cuda"]}.items())
+    out = [
+        "# Kernels: what was measured",
+        f"{m['gpu']}, {m['date']}, {versions}, made by `{m['command']}` and printed by `python -m specq_kernels.bench page`.",
+        f"Copy by a kernel {result['copy_gb_per_s']:.0f} GB/s (bytes read plus written), bf16 matrix product"
+        f" {result['matrix_tflops']:.0f} TFLOP/s.",
+        "## Store, acceptance, replay",
+        "| kernel | format or arms | µs | share |\n| --- | --- | --- | --- |\n"
+        + "\n".join(
+            [f"| store, {r['tokens']} tokens | {r['format']} | {r['us']:.1f} | {r['percent_of_copy']:.0f} % of copy |"
+             for r in result["store"]]
+            + [f"| acceptance, {r['positions']} × {r['width']} | {r['arms']} | {r['us']:.0f} |"
+               f" {r['times_reading_once']:.2f} × reading the logits once |" for r in result["accept"]]
+            + [f"| replay, 2048 queries at 8192 | {r['format']} | {r['us']:.0f} |"
+               f" {r['percent_of_matrix_rate']:.0f} % of matrix rate |" for r in result["replay"]]
+        ),
+        "Relative error of verify attention against float32 over 256, 4096 and 32768 tokens: "
+        + "; ".join(
+            f"{f} " + ", ".join(f"{r['error']:.1e}" for r in result["growth"] if r["format"] == f) for f in FORMATS
+        ) + ".",
+    ]  # fmt: skip
+    for geometry in GEOMETRIES:
+        shape = "/".join(map(str, geometry))
+        out += [
+            f"## Verify attention, {shape} (query heads / KV heads / head_dim)",
+            "Microseconds (percent of the copy rate in KV bytes). `specq` is the default, whose results do not depend on"
+            " the batch; `specq_fill` cuts finer where the batch is small.",
+        ]
+        lines = [
+            "| batch × context | queries | format | " + " | ".join(names) + " |",
+            "| --- " * (3 + len(names)) + "|",
+        ]
+        rows = {}
+        for r in result["verify"]:
+            if r["geometry"] == shape:
+                key = (r["batch"], r["context"], r["queries"], FORMATS.index(r["format"]))
+                rows.setdefault(key, {})[r["kernel"]] = r
+        for (batch, context, queries, f), found in sorted(rows.items()):
+            best = min(found.values(), key=lambda r: r["us"])
+            cells = []
+            for name in names:
+                r = found.get(name)
+                text = f"{r['us']:.1f} ({r['percent_of_copy']:.0f})" if r else ""
+                cells.append(f"**{text}**" if r is best else text)
+            lines.append(f"| {batch} × {context} | {queries} | {FORMATS[f]} | " + " | ".join(cells) + " |")
+        out.append("\n".join(lines))
+    return "\n\n".join(out) + "\n"
+
+
 def main(what: list[str]) -> None:
     """Run the named parts and print one JSON line last."""
+    if what[:1] == ["page"]:
+        print(page(json.loads(Path(what[1]).read_text(encoding="utf-8"))), end="")
+        return
     what = what or ["store", "accept", "replay", "growth", "verify"]
     rates = copy_rate(), matrix_rate()
     result: dict = {"machine": describe(), "copy_gb_per_s": rates[0], "matrix_tflops": rates[1]}

@@ -88,7 +88,7 @@ __device__ __forceinline__ void put(uint4 raw, const float* fixed, int lane, int
   unpack(raw, x);
   uint32_t most = magnitude(raw);
   if (!STATIC) most = over_row(most, [](uint32_t a, uint32_t b) { return max(a, b); });
-  bool fast = most < 0x7F80u;
+  bool fast = most < 0x5300u;  // below 2^39: no quotient overflows
   if constexpr (STATIC) {
 #pragma unroll
     for (int i = 0; i < SCALES; i++) s[i] = fixed[8 * lane + i], fast &= ordinary(s[i]);
