@@ -133,20 +133,20 @@ __device__ __forceinline__ void put(uint4 raw, const float* fixed, int lane, int
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) store(const __grid_constant__ Args a) {
-  const int at = (blockIdx.x * THREADS + threadIdx.x) / LANES, lane = threadIdx.x % LANES;
-  const int head = at % a.heads, token = min(at / a.heads, a.tokens - 1);
+  const int at = blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES, lane = threadIdx.x % LANES, head = blockIdx.y;
+  const int token = min(at, a.tokens - 1);
   const int64_t slot = a.slots[token];
   const uint4 k = *reinterpret_cast<const uint4*>(a.k + token * a.k_token + head * a.k_head + 8 * lane);
   const uint4 v = *reinterpret_cast<const uint4*>(a.v + token * a.v_token + head * a.v_head + 8 * lane);
-  const bool live = at < a.tokens * a.heads && slot >= 0;
-  const int64_t row = (slot / PAGE * a.heads + head) * PAGE + slot % PAGE;
+  const bool live = at < a.tokens && slot >= 0;
+  const int64_t row = ((uint64_t)slot / PAGE * a.heads + head) * PAGE + (uint64_t)slot % PAGE;
   put<K_KIND>(k, a.k_static + head * D, lane, row, a.k_pages, a.k_scale, a.k_low, live);
   put<V_KIND>(v, a.v_static + head * D, lane, row, a.v_pages, a.v_scale, a.v_low, live);
 }
 
 // Returns a cudaError_t.
 extern "C" int launch(const Args* args, void* stream) {
-  const int64_t threads = (int64_t)args->tokens * args->heads * LANES;
-  store<<<(unsigned)((threads + THREADS - 1) / THREADS), THREADS, 0, (cudaStream_t)stream>>>(*args);
+  constexpr int ROWS = THREADS / LANES;
+  store<<<dim3((args->tokens + ROWS - 1) / ROWS, args->heads), THREADS, 0, (cudaStream_t)stream>>>(*args);
   return cudaGetLastError();
 }

@@ -102,6 +102,11 @@ def nonzero_scale(scale: torch.Tensor) -> torch.Tensor:
     return scale.masked_fill(scale == 0, 1.0)
 
 
+def divide(x: torch.Tensor, number: float) -> torch.Tensor:
+    """x / number, the same bits on every device: by a plain number, a GPU multiplies by the rounded reciprocal."""
+    return x / x.new_full((), number).expand_as(x)
+
+
 class KVFormat:
     """One way to store K and V. Subclasses live one per file and only fill in the class variables.
 
@@ -152,10 +157,10 @@ class KVFormat:
                 raise ValueError(f"{self.name} needs a static scale for {part}")
             return (self.codec.encode(x / scale),)
         if kind == "token_head":
-            scale = nonzero_scale(x.abs().amax(-1, keepdim=True) / self.codec.max)
+            scale = nonzero_scale(divide(x.abs().amax(-1, keepdim=True), self.codec.max))
             return self.codec.encode(x / scale), scale
         low = x.amin(-1, keepdim=True)
-        scale = nonzero_scale((x.amax(-1, keepdim=True) - low) / self.codec.max)
+        scale = nonzero_scale(divide(x.amax(-1, keepdim=True) - low, self.codec.max))
         return self.codec.encode((x - low) / scale), scale, low
 
     def load(
