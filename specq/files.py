@@ -60,21 +60,21 @@ def write_parquet(path: Path, columns: Mapping[str, Sequence], metadata: Mapping
     pq.write_table(table, path, compression="zstd")
 
 
-def refuse_foreign(out: Path) -> None:
-    """Raises SpecqError when `out` holds something that is no study, which nothing here may replace."""
-    if out.exists() and not (out / "study.json").is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise SpecqError(f"{out} exists and is no study; choose another --out")
+def refuse_foreign(out: Path, summary: str = "study.json") -> None:
+    """Raises SpecqError when `out` holds something else than what `summary` belongs to, which nothing here may replace."""
+    if out.exists() and not (out / summary).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise SpecqError(f"{out} exists and is no {Path(summary).stem}; choose another --out")
 
 
 @contextmanager
-def whole_directory(out: Path, overwrite: bool) -> Iterator[Path]:
+def whole_directory(out: Path, overwrite: bool, summary: str = "study.json") -> Iterator[Path]:
     """Work in `<out>.partial/` and rename it to `out` when the block ends without an exception.
 
     On a failure the partial directory is removed and `out` stays as it was. A second study into the same directory is
-    refused while the first one runs; what a killed one left is cleared. `overwrite` replaces studies only: any other
-    directory that holds something is refused.
+    refused while the first one runs; what a killed one left is cleared. `overwrite` replaces its own kind only, known by the
+    file `summary`: any other directory that holds something is refused.
     """
-    refuse_foreign(out)
+    refuse_foreign(out, summary)
     partial = out.with_name(out.name + ".partial")
     with _sole_writer(out):
         yield from _work_in(partial, out, overwrite)

@@ -7,6 +7,7 @@ and the static KV scales of its checkpoint. `check_pair` decides whether two mod
 import inspect
 import json
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,9 +101,14 @@ class LoadedModel:
     ) -> torch.Tensor:
         """Feed `tokens` [B, q] behind what `cache` holds and commit `counts` of them per row (all by default).
 
-        Returns the logits [B, q or `keep` last, width] in the compute dtype.
+        Returns the logits [B, q or `keep` last, width] in the compute dtype. Raises ValueError when committed tokens would
+        stand beyond the model's positions; padding there is given the last one, since learned positions have no more.
         """
-        positions = cache.lengths[:, None] + torch.arange(tokens.shape[1])
+        counts = tokens.shape[1] if counts is None else counts
+        last = self.geometry.max_positions - 1
+        if int((cache.lengths + counts).max()) > last + 1:
+            raise ValueError(f"{self.name} has {last + 1} positions and was fed more tokens")
+        positions = (cache.lengths[:, None] + torch.arange(tokens.shape[1])).clamp(max=last)
         out = self.model(
             input_ids=tokens.to(self.device),
             position_ids=positions.to(self.device),
@@ -110,8 +116,26 @@ class LoadedModel:
             logits_to_keep=keep,
             **{self.cache_keyword: cache},
         )
-        cache.advance(tokens.shape[1] if counts is None else counts)
+        cache.advance(counts)
         return out.logits
+
+    def prefill(
+        self,
+        rows: Sequence[Sequence[int]],
+        cache: QuantizedCache,
+        chunk: int = 512,
+        progress: Callable[[float], None] = lambda done: None,
+    ) -> None:
+        """Feed all but the last token of every row, which opens decoding, in chunks; `progress` takes tokens done."""
+        width = max(map(len, rows)) - 1
+        padded = torch.zeros(len(rows), width, dtype=torch.long)
+        for i, ids in enumerate(rows):
+            padded[i, : len(ids) - 1] = torch.tensor(ids[:-1])
+        body = torch.tensor([len(ids) - 1 for ids in rows])
+        for at in range(0, width, chunk):
+            counts = (body - at).clamp(0, min(chunk, width - at))
+            self.forward(padded[:, at : at + chunk], cache, counts, keep=1)
+            progress(float(counts.sum()))
 
 
 def _checkpoint_scales(path: Path, layers: int) -> list[LayerScales]:

@@ -14,6 +14,8 @@ from specq.errors import SpecqError
 _PACKAGE = Path(__file__).parent
 _CHECKOUT = _PACKAGE.parent / "studies"
 STUDIES = _CHECKOUT if (_CHECKOUT / "pairs.toml").is_file() else _PACKAGE / "_studies"
+# Drafts without weights of their own: the target with a cheaper KV format, and lookup of repeated n-grams.
+SELF, NGRAM = "self", "ngram"
 DEFAULT_PROMPTS = STUDIES / "tiny_pair" / "heldout.jsonl.xz"
 
 
@@ -45,11 +47,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class Side:
-    """One model of a pair: a local path or a hub id, and its shape where registered."""
+    """One model of a pair: a local path or a hub id, and its shape where registered.
+
+    As a draft, `source` may be SELF or NGRAM, which are no models of their own.
+    """
 
     source: str
     local: bool
     shape: Shape | None = None
+
+    @property
+    def is_model(self) -> bool:
+        """Whether there are weights of its own to load."""
+        return self.source not in (SELF, NGRAM)
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,8 @@ def find(name: str | None, target: str | None, draft: str | None) -> Pair:
 
 
 def _free(source: str) -> Side:
+    if source in (SELF, NGRAM):
+        return Side(source, True)
     if Path(source).is_dir():
         return Side(source, True)
     looks_local = source.startswith((".", "/", "~")) or source.count("/") != 1
@@ -106,9 +118,17 @@ def _free(source: str) -> Side:
 
 
 def locate(pair: Pair) -> tuple[str, str]:
-    """Directories of target and draft. Raises SpecqError that says what the pair needs when one cannot be had."""
+    """Directories of target and draft (SELF or NGRAM where the draft is one of those).
+
+    Raises SpecqError that says what the pair needs when one cannot be had.
+    """
     found, reasons = [], []
+    if not pair.target.is_model:
+        raise SpecqError(f"--target {pair.target.source}: only a draft can be that; give a model directory or a hub id")
     for side in (pair.target, pair.draft):
+        if not side.is_model:
+            found.append(side.source)
+            continue
         if side.local:
             if not (Path(side.source) / "config.json").is_file():
                 raise SpecqError(f"no config.json in {side.source}: this is not a model directory")

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import torch
 
-from specq.acceptance import PositionScores, Rule, score_positions
+from specq.acceptance import PositionScores, Rule, score_positions, score_proposals
 from specq.errors import SpecqError
 from specq.kv import KVFormat
 from specq.kv.cache import LayerScales, QuantizedCache
 from specq.models import LoadedModel, Vocabulary
+from specq.ngram import NgramLookup, proposals_along
 from specq.sampling import Transform, fit_width, log_probs, stream
 from specq.texts import Text
 
@@ -24,6 +25,8 @@ from specq.texts import Text
 LOGITS_BUDGET = 1 << 23
 _TYPES = {"draft_top1": np.int64, "draft_token": np.int64, "top1_agrees": np.bool_}
 COLUMNS = {f.name: _TYPES.get(f.name, np.float32) for f in fields(PositionScores)}
+# Beside them where proposals depend on the cycle's start: a and b after 0, 1, .. accepted drafts, each [positions, depth].
+DEPTH_COLUMNS = {"alpha_by_depth": np.float32, "b_by_depth": np.bool_}
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Setting:
     """How p and q are formed, common to all arms.
 
     `scales` maps (role, format name) to static scales that replace the checkpoint's; `round_query` maps a format to
-    whether queries are rounded to e4m3 under it.
+    whether queries are rounded to e4m3 under it; `depth` is the largest K, for drafts that look their proposals up.
     """
 
     transform: Transform
@@ -78,11 +81,12 @@ class Setting:
     seed: int
     scales: dict[tuple[str, str], list[LayerScales]] = field(default_factory=dict)
     round_query: Callable[[KVFormat], bool] = lambda fmt: False
+    depth: int = 16
 
 
 @dataclass
 class ArmScores:
-    """Columns of one arm over all texts, each [sum of positions], in the order of the texts."""
+    """Columns of one arm over all texts, each [sum of positions] (or that by depth), in the order of the texts."""
 
     columns: dict[str, np.ndarray]
 
@@ -116,7 +120,7 @@ def _score_chunk(model: LoadedModel, tokens: torch.Tensor, cache: QuantizedCache
 @torch.inference_mode()
 def score_texts(
     target: LoadedModel,
-    draft: LoadedModel,
+    draft: LoadedModel | NgramLookup,
     texts: Sequence[Text],
     arms: Sequence[Arm],
     setting: Setting,
@@ -124,14 +128,18 @@ def score_texts(
 ) -> ReplayResult:
     """Score every text under every arm; the first arm is the baseline that `kl` and `top1_agrees` refer to.
 
-    `progress` is called with tokens done, over all passes. Raises SpecqError naming arm, prompt and position when logits
+    A draft that looks its proposals up takes no pass and adds DEPTH_COLUMNS. `progress` is called with tokens done, over all passes. Raises SpecqError naming arm, prompt and position when logits
     are NaN, and naming the pass when a model asked to store NaN or infinite K or V.
     """
-    passes = list(dict.fromkeys(p for arm in arms for p in (arm.target, arm.draft)))
+    lookup = isinstance(draft, NgramLookup)
+    passes = list(dict.fromkeys(p for arm in arms for p in ((arm.target,) if lookup else (arm.target, arm.draft))))
     models = {"target": target, "draft": draft}
     # Columns are allocated once: small results kept between large temporaries would pin the heap and let it grow.
     total = sum(t.positions for t in texts)
-    columns = {arm.name: {n: np.empty(total, dtype) for n, dtype in COLUMNS.items()} for arm in arms}
+    shapes = {n: ((total,), dtype) for n, dtype in COLUMNS.items()}
+    if lookup:
+        shapes |= {n: ((total, setting.depth), dtype) for n, dtype in DEPTH_COLUMNS.items()}
+    columns = {arm.name: {n: np.empty(*shape) for n, shape in shapes.items()} for arm in arms}
     row = 0
     saturated = {p: [0] * models[p.role].geometry.layers for p in passes}
     seconds = dict.fromkeys(passes, 0.0)
@@ -141,6 +149,8 @@ def score_texts(
     for text in texts:
         ids = torch.tensor([text.tokens])
         start, positions = len(text.prompt.tokens), text.positions
+        if lookup:
+            proposals = torch.from_numpy(proposals_along(draft, text.tokens, start + 1, setting.depth))
         uniforms = torch.rand(positions, generator=stream(setting.seed, "draft", text.prompt.id), dtype=torch.float64)
         caches: dict[Pass, QuantizedCache] = {}
         for p in passes:
@@ -164,16 +174,16 @@ def score_texts(
                 progress(end - at)
             tokens = ids[0, start + at + 1 : start + end + 1].to(target.device)
             for arm in arms:
-                scores = score_positions(
-                    logp[arm.target],
-                    logp[arm.draft].to(target.device),
-                    tokens,
-                    logp[arms[0].target],
-                    uniforms[at:end].to(target.device),
-                    setting.rule,
-                )
+                base = logp[arms[0].target]
+                if lookup:
+                    mine = proposals[at:end].to(target.device)
+                    scores, *by_depth = score_proposals(logp[arm.target], mine, tokens, base)
+                    scored = vars(scores) | dict(zip(DEPTH_COLUMNS, by_depth, strict=True))
+                else:
+                    logq, noise = logp[arm.draft].to(target.device), uniforms[at:end].to(target.device)
+                    scored = vars(score_positions(logp[arm.target], logq, tokens, base, noise, setting.rule))
                 for name, column in columns[arm.name].items():
-                    column[row : row + end - at] = getattr(scores, name).cpu().numpy()
+                    column[row : row + end - at] = scored[name].cpu().numpy()
             row += end - at
         for p, cache in caches.items():
             if cache.nonfinite():

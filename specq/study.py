@@ -197,13 +197,15 @@ def run_study(
     pair, models = load_models(config, reporter)
     cost = None if config.cost == "measured" else build_cost(config, models, formats, reporter)
     transform, draft_transform = resolve_sampling(config, models.target)
-    prompts, spare = choose_prompts(config, models, records, prompt_report)
+    prompts, spare = choose_prompts(config, models, records, prompt_report, given=config.text == "given")
     rule = Rule(config.draft_sampling, config.verify)
     watch.lap("load")
     with files.whole_directory(out, overwrite) as folder:
         scales = calibrate(config, models, formats, prompts, spare, reporter)
         rounds = round_query_policy(config)
-        setting = Setting(transform, draft_transform, rule, models.vocabulary, config.seed, scales, rounds)
+        setting = Setting(
+            transform, draft_transform, rule, models.vocabulary, config.seed, scales, rounds, config.k_max
+        )
         watch.lap("calibrate")
         given = config.text == "given"
         texts = given_texts(prompts, models) if given else sample(config, models, prompts, BF16, setting, reporter)
@@ -305,7 +307,7 @@ def gather_facts(
     for texts in (main, *own.values()):
         stored = sum(len(t.prompt.tokens) + t.positions for t in texts.texts)
         for p, counts in texts.replay.saturated.items():
-            g = models.of(p.role).geometry
+            g = models.by_role[p.role].geometry
             share = sum(counts) / (2 * stored * g.layers * g.kv_heads * g.head_dim)
             if share > SATURATION_WARNING:
                 text = f"{100 * share:.2g} % of the {p.role}'s K and V saturate at the largest {p.format.name} code"

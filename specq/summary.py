@@ -14,7 +14,7 @@ import numpy as np
 from specq import __version__
 from specq.acceptance import Rule
 from specq.analysis import BASE, NULL, Analysis, summarise
-from specq.config import DRAWS, StudyConfig
+from specq.config import DRAWS, RunConfig
 from specq.kv import get_format
 from specq.models import LoadedModel
 from specq.stats import significant
@@ -36,8 +36,8 @@ def summarise_study(study: "Study") -> dict:
         "environment": environment(models.target),
         "pair": {
             "name": study.pair.name,
-            "target": _describe(facts.target, models.target, config),
-            "draft": _describe(facts.draft, models.draft, config),
+            "target": describe(facts.target, models.target, config),
+            "draft": describe(facts.draft, models.draft, config),
             "vocabulary": asdict(models.vocabulary),
         },
         "sampling": asdict(facts.transform),
@@ -134,7 +134,8 @@ def _curve(curve: Curve, base: Curve) -> dict:
     }
 
 
-def _describe(name: str, model: LoadedModel, config: StudyConfig) -> dict:
+def describe(name: str, model: LoadedModel, config: RunConfig) -> dict:
+    """The JSON block of one model."""
     formats = {n: get_format(n) for n in dict.fromkeys(("bf16", *config.dtypes))}
     return {
         "source": name,

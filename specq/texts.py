@@ -64,14 +64,7 @@ def sample_texts(
         group = prompts[start : start + batch]
         width = max(len(p.tokens) for p in group)
         cache = target.new_cache(fmt, len(group), width + max_tokens, scales, round_query)
-        padded = torch.zeros(len(group), width, dtype=torch.long)
-        for row, p in enumerate(group):
-            padded[row, : len(p.tokens)] = torch.tensor(p.tokens)
-        body = torch.tensor([len(p.tokens) - 1 for p in group])  # the last prompt token opens decoding
-        for at in range(0, width - 1, chunk):
-            counts = (body - at).clamp(0, min(chunk, width - 1 - at))
-            target.forward(padded[:, at : min(at + chunk, width - 1)], cache, counts, keep=1)
-            progress(float(counts.sum()))
+        target.prefill([p.tokens for p in group], cache, chunk, progress)
         noise = [stream(seed, "text", p.id) for p in group]
         responses: list[list[int]] = [[] for _ in group]
         rows = list(range(len(group)))
