@@ -128,8 +128,9 @@ def score_texts(
 ) -> ReplayResult:
     """Score every text under every arm; the first arm is the baseline that `kl` and `top1_agrees` refer to.
 
-    A draft that looks its proposals up takes no pass and adds DEPTH_COLUMNS. `progress` is called with tokens done, over all passes. Raises SpecqError naming arm, prompt and position when logits
-    are NaN, and naming the pass when a model asked to store NaN or infinite K or V.
+    A draft that looks its proposals up takes no pass and adds DEPTH_COLUMNS. `progress` is called with tokens done, over all
+    passes. Raises SpecqError naming arm, prompt and position when logits are NaN, and naming the pass when a model asked to
+    store NaN or infinite K or V.
     """
     lookup = isinstance(draft, NgramLookup)
     passes = list(dict.fromkeys(p for arm in arms for p in ((arm.target,) if lookup else (arm.target, arm.draft))))
