@@ -31,15 +31,18 @@ DEPTH_COLUMNS = {"alpha_by_depth": np.float32, "b_by_depth": np.bool_}
 
 @dataclass(frozen=True)
 class Order:
-    """An order of arithmetic: tokens per prefill pass, pieces of a scoring chunk, pieces of the K/V sequence."""
+    """An order of arithmetic: tokens per prefill pass, pieces of a scoring chunk, pieces of the K/V sequence, and rows
+    sampled together. Texts are scored one at a time; there the pieces change the rows of every matrix product."""
 
     prefill: int = 512
     pieces: int = 1
     splits: int = 1
+    batch: int = 32
 
 
-# The baseline's order, and the equally valid one of the null arm: other chunk boundaries, split-and-merged attention.
-STANDARD, ALTERNATIVE = Order(), Order(prefill=192, pieces=3, splits=3)
+# The baseline's order, and the equally valid one of the null arm: other chunk boundaries, split-and-merged attention, and
+# other neighbours in the batch.
+STANDARD, ALTERNATIVE = Order(), Order(prefill=192, pieces=3, splits=3, batch=5)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,11 @@ class TextSet:
 
 @dataclass
 class Study:
-    """A study in memory. `own` holds each format's own text; `paired` that text's arms beside the baseline's."""
+    """A study in memory.
+
+    `own` holds each format's own text, and under NULL the baseline's own text in the null arm's order of arithmetic;
+    `paired` holds a format's arms on its own text beside the baseline and that null arm.
+    """
 
     config: StudyConfig
     directories: dict[str, str]
@@ -80,9 +84,11 @@ class Study:
 
     @property
     def paired(self) -> dict[str, Analysis]:
-        """Per format with own text: baseline and null on the baseline's text, the format's arms on their own."""
-        base = {name: self.main.analysis.arms[name] for name in (BASE, NULL)}
-        return {f: replace(self.main.analysis, arms=s.analysis.arms | base) for f, s in self.own.items()}
+        """Per format with own text: the baseline on its text, the null arm and the format's arms each on their own."""
+        if not self.own:
+            return {}
+        base = {BASE: self.main.analysis.arms[BASE], NULL: self.own[NULL].analysis.arms[NULL]}
+        return {f: replace(self.main.analysis, arms=s.analysis.arms | base) for f, s in self.own.items() if f != NULL}
 
 
 class Stopwatch:
@@ -100,11 +106,13 @@ class Stopwatch:
 
 
 def sample(
-    config: StudyConfig, models: Models, prompts: list[Prompt], fmt: KVFormat, setting: Setting, reporter: Reporter
+    config: StudyConfig, models: Models, prompts: list[Prompt], arm: Arm, setting: Setting, reporter: Reporter
 ) -> list[Text]:
-    """Texts of one target format over its own cache."""
+    """Texts of an arm's target over its own cache, in the arm's order of arithmetic."""
+    fmt, order = arm.target.format, arm.target.order
     total = sum(len(p.tokens) - 1 for p in prompts) + len(prompts) * config.output_tokens
-    with reporter.task(f"sampling text, {fmt.name} cache", total) as done:
+    what = "null arm" if arm.name == NULL else f"{fmt.name} cache"
+    with reporter.task(f"sampling text, {what}", total) as done:
         return sample_texts(
             models.target,
             prompts,
@@ -113,15 +121,26 @@ def sample(
             vocabulary=models.vocabulary.size,
             max_tokens=config.output_tokens,
             seed=config.seed,
-            arm=f"{fmt.name}+bf16",
+            arm=arm.name,
+            batch=order.batch,
+            chunk=order.prefill,
+            splits=order.splits,
             scales=setting.scales.get(("target", fmt.name)),
             round_query=setting.round_query(fmt),
             progress=done,
         )
 
 
+BASELINE, ALTERNATE = Arm.of(BF16, BF16), Arm.of(BF16, BF16, ALTERNATIVE, NULL)
+
+
 def arms_of(fmt: KVFormat) -> list[Arm]:
-    """The two arms of a format: the target's cache alone, and both."""
+    """The arms of a format on a text it shares: the target's cache alone, both caches, the draft's cache alone."""
+    return [*own_arms_of(fmt), Arm.of(BF16, fmt)]
+
+
+def own_arms_of(fmt: KVFormat) -> list[Arm]:
+    """The arms of a format on text its target sampled: the target's cache alone, and both caches."""
     return [Arm.of(fmt, BF16), Arm.of(fmt, fmt)]
 
 
@@ -208,18 +227,18 @@ def run_study(
         )
         watch.lap("calibrate")
         given = config.text == "given"
-        texts = given_texts(prompts, models) if given else sample(config, models, prompts, BF16, setting, reporter)
+        texts = given_texts(prompts, models) if given else sample(config, models, prompts, BASELINE, setting, reporter)
         watch.lap("sample")
-        arms = [Arm.of(BF16, BF16), Arm.of(BF16, BF16, ALTERNATIVE, NULL)]
+        arms = [BASELINE, ALTERNATE]
         if config.text != "own":
             arms += [arm for f in formats for arm in arms_of(f)]
         what = "given text" if given else "the baseline's text"
         main = score(config, models, "given" if given else "same", texts, arms, setting, what, reporter)
         own = {}
         if config.text in ("own", "both"):
-            for f in formats:
-                texts = sample(config, models, prompts, f, setting, reporter)
-                own[f.name] = score(config, models, "own", texts, arms_of(f), setting, f"{f.name}'s own text", reporter)
+            for name, mine in ({NULL: [ALTERNATE]} | {f.name: own_arms_of(f) for f in formats}).items():
+                texts = sample(config, models, prompts, mine[0], setting, reporter)
+                own[name] = score(config, models, "own", texts, mine, setting, f"{name}'s own text", reporter)
         watch.lap("score")
         cost = cost or build_cost(config, models, formats, reporter)
         watch.lap("cost")

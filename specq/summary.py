@@ -15,6 +15,7 @@ from specq import __version__
 from specq.acceptance import Rule
 from specq.analysis import BASE, NULL, Analysis, summarise
 from specq.config import DRAWS, RunConfig
+from specq.coupling import shared_tokens, widening
 from specq.kv import get_format
 from specq.models import LoadedModel
 from specq.stats import significant
@@ -74,6 +75,7 @@ def summarise_study(study: "Study") -> dict:
             for n in s.analysis.arms
         },
         "shifts_own_text": {name: block for a in study.paired.values() for name, block in _shifts(a).items()},
+        "own_text_coupling": _coupling(study),
         "text_sampled_from_target": dict(
             zip(("sum_b_minus_a_mean", "se", "z"), main.analysis.excess(BASE), strict=True)
         ),
@@ -99,6 +101,23 @@ def summarise_study(study: "Study") -> dict:
         "warnings": facts.warnings[None],
         "warnings_by_format": {n: w for n, w in facts.warnings.items() if n is not None},
     }
+
+
+def _coupling(study: "Study") -> dict:
+    """Per arm with own text: where its texts part from the baseline's, and how that widens the interval."""
+    config, main, out = study.config, study.main, {}
+    rule, k = Rule(config.draft_sampling, config.verify), config.current_k or config.k_max
+    for own in study.own.values():
+        arm = own.analysis.base
+        out[arm] = {
+            "k": k,
+            "shared_tokens_median": float(np.median(shared_tokens(own.texts, main.texts))),
+            "beginnings": widening(
+                (main.texts, main.columns[BASE]), (own.texts, own.columns[arm]), main.columns.get(arm), rule, k,
+                seed=config.seed, draws=DRAWS,
+            ),
+        }  # fmt: skip
+    return out
 
 
 def _shifts(a: Analysis) -> dict:

@@ -142,7 +142,7 @@ def key_figures(view: FormatView) -> list[Row]:
     if view.own_shift:
         own = view.own_shift
         resolved = "beyond the noise floor" if own["significant"] else "not resolved"
-        mu.append(("shift on own text", *_with_interval(own), f"{resolved}; K = {own['k']}"))
+        mu.append(("shift on own text", *_with_interval(own), f"{resolved}; K = {own['k']}{view.parting}"))
     null = view.null_shifts().get(k, UNKNOWN)
     mu.append(("null arm's shift (noise floor)", *_with_interval(null, 6), "BF16 again, other order of arithmetic"))
     return mu + _speed_figures(view)
