@@ -1,6 +1,6 @@
 """What to do: the K for every operating point, the schedule by batch size, and whether the format pays."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from specq.cost import CostModel, Operating
 from specq.inputs import Models
 from specq.kv import KVFormat, get_format
 from specq.models import Geometry
+from specq.outliers import Outlier
 from specq.sampling import Transform
 from specq.tune import MAX_LOSS, Curve, Gain, quantile_interval, retuning, schedule, speed_curve
 
@@ -19,7 +20,7 @@ class StudyFacts:
     """What every format of a study shares: names, sampling, vocabulary sizes, where the scales came from.
 
     `warnings` are keyed by format name, those of the whole study by None. `native_fp8` says whether the accelerator decided
-    for has FP8 units, None where that is not known.
+    for has FP8 units, None where that is not known. `outliers` are the target's key channels far above their head's median.
     """
 
     config: StudyConfig
@@ -32,6 +33,7 @@ class StudyFacts:
     scale_sources: dict[str, str]
     warnings: dict[str | None, list[str]]
     native_fp8: bool | None = None
+    outliers: list[Outlier] = field(default_factory=list)
 
 
 @dataclass

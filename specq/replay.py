@@ -16,6 +16,7 @@ from specq.acceptance import PositionScores, Rule, score_positions, score_propos
 from specq.errors import SpecqError
 from specq.kv import KVFormat
 from specq.kv.cache import LayerScales, QuantizedCache
+from specq.kv.calibration import KVRange
 from specq.models import LoadedModel, Vocabulary
 from specq.ngram import NgramLookup, proposals_along
 from specq.sampling import Transform, fit_width, log_probs, stream
@@ -96,11 +97,13 @@ class ArmScores:
 
 @dataclass
 class ReplayResult:
-    """Scores per arm, saturated elements per pass and layer, seconds per pass."""
+    """Scores per arm, saturated elements per pass and layer, seconds per pass, and the range of K and V by role in the first
+    arm's passes."""
 
     arms: dict[str, ArmScores]
     saturated: dict[Pass, list[int]]
     seconds: dict[Pass, float]
+    ranges: dict[str, KVRange]
 
 
 def chunk_positions(width: int) -> int:
@@ -146,7 +149,7 @@ def score_texts(
     columns = {arm.name: {n: np.empty(*shape) for n, shape in shapes.items()} for arm in arms}
     row = 0
     saturated = {p: [0] * models[p.role].geometry.layers for p in passes}
-    seconds = dict.fromkeys(passes, 0.0)
+    seconds, ranges = dict.fromkeys(passes, 0.0), {}
     size = setting.vocabulary.size
     chunk = chunk_positions(max(setting.vocabulary.target_logits, setting.vocabulary.draft_logits))
 
@@ -192,8 +195,10 @@ def score_texts(
         for p, cache in caches.items():
             if cache.nonfinite():
                 raise SpecqError(f"the {p.role} produced NaN or infinite K or V for prompt {text.prompt.id}")
+            if p in (arms[0].target, arms[0].draft):
+                ranges[p.role] = KVRange.of(cache).join(ranges.get(p.role))
             saturated[p] = [a + b for a, b in zip(saturated[p], cache.saturated_per_layer(), strict=True)]
-    return ReplayResult({name: ArmScores(c) for name, c in columns.items()}, saturated, seconds)
+    return ReplayResult({name: ArmScores(c) for name, c in columns.items()}, saturated, seconds, ranges)
 
 
 def _refuse_nan(logp: torch.Tensor, p: Pass, text: Text, at: int) -> None:

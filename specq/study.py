@@ -32,6 +32,7 @@ from specq.inputs import (
     round_query_policy,
 )
 from specq.kv import KVFormat, get_format
+from specq.outliers import find_outliers
 from specq.progress import Reporter
 from specq.prompts import Prompt, PromptReport, read_records
 from specq.replay import ALTERNATIVE, Arm, ReplayResult, Setting, score_texts
@@ -366,6 +367,7 @@ def gather_facts(
         scale_sources=sources,
         warnings={name: list(dict.fromkeys(w)) for name, w in warnings.items()},
         native_fp8=_native_fp8(config),
+        outliers=find_outliers(main.replay.ranges["target"]),
     )
 
 

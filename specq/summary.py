@@ -65,6 +65,7 @@ def summarise_study(study: "Study") -> dict:
             for p, c in s.replay.saturated.items()
             if any(c)
         },
+        "key_outliers": [asdict(o) for o in facts.outliers],
         "text": main.kind,
         "arms": {n: summarise(main.analysis, n, main.columns[n]) for n in main.analysis.arms},
         "null_arm": {str(k): main.analysis.shift(NULL, k).as_dict() for k in range(1, config.k_max + 1)},

@@ -7,10 +7,13 @@ from specq.analysis import BASE, NULL, Analysis
 from specq.cost import speedup
 from specq.decision import Decision, StudyFacts
 from specq.kv import KVFormat
+from specq.kv.base import Float8
+from specq.outliers import OUTLIER_RATIO
 from specq.report.schema import Shift, Verdict
 from specq.tune import choose_k
 
 SHORT_CONTEXT = 2000  # tokens
+SHOWN_OUTLIERS = 5
 
 
 def find_verdicts(
@@ -61,6 +64,7 @@ def find_verdicts(
                 evidence="the checkpoint holds no K and V scales and no calibration was asked for",
             )
         )
+    out += _outlier_verdict(facts, fmt)
     both = f"{fmt.name}+{fmt.name}"
     inherited = analysis.shift(both, k)
     if stats.significant(inherited, analysis.shift_minus_null(both, k, NULL)):
@@ -77,6 +81,27 @@ def find_verdicts(
     if probabilistic is not None:
         out += _greedy_verdict(analysis, arm, probabilistic, decision)
     return out
+
+
+def _outlier_verdict(facts: StudyFacts, fmt: KVFormat) -> list[Verdict]:
+    """Key channels far above the others of their head, where one scale has to serve them all."""
+    if not facts.outliers or fmt.codec.dtype.itemsize > 1 or fmt.k_granularity == "channel":
+        return []
+    shown = ", ".join(str(o) for o in facts.outliers[:SHOWN_OUTLIERS])
+    more = len(facts.outliers) - SHOWN_OUTLIERS
+    layers = len({o.layer for o in facts.outliers})
+    if isinstance(fmt.codec, Float8):
+        decision = "a few key channels are far larger than the rest: FP8's exponent covers them unless they saturate"
+    else:
+        decision = (
+            f"a few key channels use up the levels of {fmt.name}'s scale; a scale per channel for K (int8_per_channel,"
+            " int8_k_channel_v_token) keeps the others apart"
+        )
+    evidence = (
+        f"{len(facts.outliers)} key channels in {layers} layers reach more than {OUTLIER_RATIO:g} times their head's median"
+        f" channel: {shown}" + (f", and {more} more in study.json" if more > 0 else "")
+    )
+    return [Verdict(code="kv_outliers", decision=decision, evidence=evidence)]
 
 
 def _not_resolved(analysis: Analysis, arm: str, k: int) -> Verdict:

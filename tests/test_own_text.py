@@ -49,11 +49,6 @@ def test_arms_of_one_noise_emit_the_same_text_while_they_can(both):
     shared = shared_tokens(study.own["fp8_e5m2"].texts, study.main.texts)
     assert shared.min() < 64 and np.median(shared) >= 10  # independent noise would share about none
     assert [t.response for t in study.own["bf16"].texts] == [t.response for t in study.main.texts]
-    assert (
-        all(e["value"] == 0 and e["se"] == 0 for e in found["shifts_own_text"]["bf16+bf16"].values())
-        if ("bf16+bf16" in found["shifts_own_text"])
-        else True
-    )
     assert found["own_text_coupling"]["bf16+bf16"]["beginnings"][-1]["own"] == {"value": 0.0, "se": 0.0}
 
 
