@@ -10,6 +10,7 @@ from specq.cost import CostModel, Operating
 from specq.inputs import Models
 from specq.kv import KVFormat, get_format
 from specq.models import Geometry
+from specq.ngram import NgramLookup
 from specq.outliers import Outlier
 from specq.sampling import Transform
 from specq.tune import MAX_LOSS, Curve, Gain, quantile_interval, retuning, schedule, speed_curve
@@ -21,6 +22,7 @@ class StudyFacts:
 
     `warnings` are keyed by format name, those of the whole study by None. `native_fp8` says whether the accelerator decided
     for has FP8 units, None where that is not known. `outliers` are the target's key channels far above their head's median.
+    `lookup` is set where the draft is no model.
     """
 
     config: StudyConfig
@@ -34,6 +36,7 @@ class StudyFacts:
     warnings: dict[str | None, list[str]]
     native_fp8: bool | None = None
     outliers: list[Outlier] = field(default_factory=list)
+    lookup: NgramLookup | None = None
 
 
 @dataclass

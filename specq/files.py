@@ -15,6 +15,8 @@ import numpy as np
 from specq.errors import SpecqError
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from specq.texts import Text
 
 
@@ -153,12 +155,26 @@ def write_positions(path: Path, everything: Sequence[tuple]) -> None:
             rows = {"arm": np.full(int(lengths.sum()), arm)} | shared | dict(cols) | {"b": done.arms[arm].b}
             for name, values in rows.items():
                 parts.setdefault(name, []).append(np.asarray(values))
-    write_parquet(path, {name: np.concatenate(chunks) for name, chunks in parts.items()})
+    write_parquet(path, {name: _rows(np.concatenate(chunks)) for name, chunks in parts.items()})
+
+
+def _rows(values: np.ndarray) -> "np.ndarray | pa.Array":
+    """A parquet column; [rows, n] becomes lists of fixed length n."""
+    import pyarrow as pa
+
+    return values if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(values.ravel(), values.shape[1])
 
 
 def read_positions(path: Path) -> dict[str, np.ndarray]:
-    """positions.parquet as columns, in the order of its rows."""
+    """positions.parquet as columns, in the order of its rows; lists of fixed length n become [rows, n]."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pq.read_table(path)
-    return {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
+    out = {}
+    for name, column in zip((table := pq.read_table(path)).column_names, table.columns, strict=True):
+        if pa.types.is_fixed_size_list(column.type):
+            flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+            out[name] = flat.reshape(-1, column.type.list_size)
+        else:
+            out[name] = column.to_numpy(zero_copy_only=False)
+    return out

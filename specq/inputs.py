@@ -30,10 +30,14 @@ class Models:
     vocabulary: Vocabulary
 
     @property
+    def has_draft_model(self) -> bool:
+        """Whether the draft runs a model."""
+        return not isinstance(self.draft, NgramLookup)
+
+    @property
     def by_role(self) -> dict[str, LoadedModel]:
         """The models by role, "target" and, where the draft is a model, "draft"."""
-        lookup = isinstance(self.draft, NgramLookup)
-        return {"target": self.target} | ({} if lookup else {"draft": self.draft})
+        return {"target": self.target} | ({"draft": self.draft} if self.has_draft_model else {})
 
 
 def load_models(config: RunConfig, reporter: Reporter) -> tuple[pairs.Pair, Models]:

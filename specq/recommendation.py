@@ -50,11 +50,11 @@ def _vllm(
         return None
     if config.verify == "strict":
         warnings.append("vLLM verifies with min(1, p/q), not strictly: these figures are not a prediction for it")
-    if config.draft_transform == "same" and facts.transform.truncates:
+    if facts.lookup is None and config.draft_transform == "same" and facts.transform.truncates:
         warnings.append(
             "vLLM gives its draft the temperature only; with top-k or top-p use --draft-transform temperature to predict it"
         )
-    if parse_version(config.vllm_version) < DRAFT_KV_CACHE_DTYPE_SINCE and fmt.name != "bf16":
+    if facts.lookup is None and parse_version(config.vllm_version) < DRAFT_KV_CACHE_DTYPE_SINCE and fmt.name != "bf16":
         warnings.append(
             f"vLLM {config.vllm_version} cannot set the draft's KV format: its draft inherits {fmt.vllm}, which is"
             " mu_shift_inherited_draft here"
@@ -64,6 +64,7 @@ def _vllm(
         version=config.vllm_version,
         target=facts.target,
         draft=facts.draft,
+        lookup=facts.lookup,
         fmt=fmt,
         draft_fmt=get_format("bf16"),
         schedule=plan,
@@ -107,7 +108,7 @@ def recommend(
         target=facts.target,
         draft=facts.draft,
         target_kv_dtype=fmt.name,
-        draft_kv_dtype="bf16",
+        draft_kv_dtype="bf16" if facts.lookup is None else "none",
         vllm_kv_cache_dtype=fmt.vllm,
         sampling=Sampling(
             temperature=facts.transform.temperature,

@@ -16,7 +16,7 @@ from specq.acceptance import Rule
 from specq.analysis import BASE, NULL, Analysis
 from specq.chain import edge_bias
 from specq.config import DRAWS, StudyConfig
-from specq.cost import CostModel, Operating, cycle_times, measured, roofline, table
+from specq.cost import CostModel, FreeDraft, Operating, cycle_times, measured, roofline, table
 from specq.cost.gpus import get_gpu
 from specq.decision import Decision, StudyFacts
 from specq.errors import SpecqError
@@ -157,7 +157,7 @@ def score(
             " prompts or a smaller --k-max"
         )
     arms = list({a.name: a for a in arms}.values())
-    passes = len({p for arm in arms for p in (arm.target, arm.draft)})
+    passes = len({p for arm in arms for p in ((arm.target, arm.draft) if models.has_draft_model else (arm.target,))})
     total = passes * sum(len(t.prompt.tokens) + t.positions for t in texts)
     with reporter.task(f"scoring {what}", total) as done:
         replay = score_texts(models.target, models.draft, texts, arms, setting, done)
@@ -171,31 +171,40 @@ def score(
 
 
 def build_cost(config: StudyConfig, models: Models, formats: Sequence[KVFormat], reporter: Reporter) -> CostModel:
-    """The cost model that `--cost` names."""
+    """The cost model that `--cost` names; a lookup's drafts are free."""
+    cost = _model_cost(config, models, formats, reporter)
+    return cost if models.has_draft_model else FreeDraft(cost)
+
+
+def _model_cost(config: StudyConfig, models: Models, formats: Sequence[KVFormat], reporter: Reporter) -> CostModel:
+    drafts = models.draft if models.has_draft_model else models.target
     if config.cost.startswith("roofline:"):
-        shapes = (roofline.ModelShape.of(m) for m in (models.target, models.draft))
+        shapes = (roofline.ModelShape.of(m) for m in (models.target, drafts))
         return roofline.Roofline(get_gpu(config.cost.removeprefix("roofline:")), *shapes)
     if config.cost != "measured":
         cost = table.read_timings(config.cost)
         for at in (
             Operating(b, c, f.name, "bf16") for b in config.batch for c in config.context for f in (BF16, *formats)
         ):
-            cycle_times(cost, at, config.k_max)  # what the table lacks is said now, not after hours of scoring
+            cycle_times(
+                cost if models.has_draft_model else FreeDraft(cost), at, config.k_max
+            )  # what the table lacks is said now, not after hours of scoring
         return cost
-    positions = min(m.geometry.max_positions for m in (models.target, models.draft))
+    positions = min(m.geometry.max_positions for m in models.by_role.values())
     if max(config.context) + config.k_max + 1 > positions:
         raise SpecqError(
             f"--context {max(config.context)} with {config.k_max} drafts is beyond the pair's {positions} positions, so its"
             " steps cannot be timed; give a shorter --context"
         )
     names = sorted({BF16.name, *(f.name for f in formats)})
-    steps = measured.steps_to_time(len(names), 1, len(config.batch), len(config.context), config.k_max)
+    draft_names = [BF16.name] if models.has_draft_model else []
+    steps = measured.steps_to_time(len(names), len(draft_names), len(config.batch), len(config.context), config.k_max)
     with reporter.task("timing steps on this machine", steps) as done:
         return measured.measure(
             models.target,
-            models.draft,
+            drafts,
             names,
-            [BF16.name],
+            draft_names,
             config.batch,
             config.context,
             config.k_max,
@@ -232,7 +241,8 @@ def run_study(
         watch.lap("sample")
         arms = [BASELINE, ALTERNATE]
         if config.text != "own":
-            arms += [arm for f in formats for arm in arms_of(f)]
+            kinds = arms_of if models.has_draft_model else own_arms_of  # a lookup has no cache
+            arms += [arm for f in formats for arm in kinds(f)]
         what = "given text" if given else "the baseline's text"
         main = score(config, models, "given" if given else "same", texts, arms, setting, what, reporter)
         own = {}
@@ -273,7 +283,12 @@ def decide(study: Study, formats: Sequence[KVFormat]) -> None:
     """Fill in decisions and recommendations of every format."""
     config, main = study.config, study.main.analysis
     probabilistic = None
-    if config.draft_sampling == "greedy" and not study.facts.transform.greedy and config.text != "own":
+    if (
+        study.models.has_draft_model
+        and config.draft_sampling == "greedy"
+        and not study.facts.transform.greedy
+        and config.text != "own"
+    ):
         probabilistic = analysis.analyse(
             study.main.texts, study.main.columns, BASE, Rule(), config.k_max, seed=config.seed, draws=DRAWS
         )
@@ -360,10 +375,11 @@ def gather_facts(
         config=config,
         pair=pair.name,
         target=_served_name(pair.target),
-        draft=_served_name(pair.draft),
+        draft=_served_name(pair.target if pair.draft.source == pairs.SELF else pair.draft),
         transform=setting.transform,
         target_vocab=models.vocabulary.target_logits,
         draft_vocab=models.vocabulary.draft_logits,
+        lookup=None if models.has_draft_model else models.draft,
         scale_sources=sources,
         warnings={name: list(dict.fromkeys(w)) for name, w in warnings.items()},
         native_fp8=_native_fp8(config),
@@ -381,7 +397,7 @@ def _scale_source(fmt: KVFormat, scales: Scales, models: Models) -> str:
 
 
 def _served_name(side: pairs.Side) -> str:
-    return str(Path(side.source).resolve()) if side.local else side.source
+    return str(Path(side.source).resolve()) if side.local and side.is_model else side.source
 
 
 def write(folder: Path, study: Study) -> None:

@@ -38,7 +38,9 @@ def summarise_study(study: "Study") -> dict:
         "pair": {
             "name": study.pair.name,
             "target": describe(facts.target, models.target, config),
-            "draft": describe(facts.draft, models.draft, config),
+            "draft": describe(facts.draft, models.draft, config)
+            if models.has_draft_model
+            else {"source": facts.draft} | asdict(models.draft),
             "vocabulary": asdict(models.vocabulary),
         },
         "sampling": asdict(facts.transform),

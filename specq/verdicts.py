@@ -67,7 +67,7 @@ def find_verdicts(
     out += _outlier_verdict(facts, fmt)
     both = f"{fmt.name}+{fmt.name}"
     inherited = analysis.shift(both, k)
-    if stats.significant(inherited, analysis.shift_minus_null(both, k, NULL)):
+    if facts.lookup is None and stats.significant(inherited, analysis.shift_minus_null(both, k, NULL)):
         out.append(
             Verdict(
                 code="draft_kv_inherited",

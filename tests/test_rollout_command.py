@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_cli import run
 
+from specq.analysis import by_text
 from specq.chain import run_chain
 from specq.ngram import NgramIndex, NgramLookup, proposals_along
 
@@ -134,3 +135,48 @@ def test_proposals_by_depth_reproduce_literal_cycles():
             ends += at + n < len(text)
             at += n + 1
         assert chain.ends[0, k - 1] == ends and (chain.accepted[0, k - 1, :k] == accepted).all()
+
+
+def test_a_study_with_ngram_lookup(tmp_path):
+    """`specq study --draft ngram`: scored with the chain's second index, free drafts, vLLM's method ngram, no draft cache; the
+    proposals by depth are in positions.parquet, and a new analysis of it gives the same mu."""
+    from test_study import SMALL as STUDY
+
+    from specq import files
+    from specq.chain import emitted
+
+    out = run(
+        "study", "--draft", "ngram", "--ngram", "1,3", "--cost", "roofline:h100", "--out", "s", *STUDY, cwd=tmp_path
+    )
+    assert out.returncode == 0, out.stderr
+    study = strict_json(tmp_path / "s" / "study.json")
+    rec = strict_json(tmp_path / "s" / "fp8" / "recommendation.json")
+    assert study["pair"]["draft"] == {"source": "ngram", "shortest": 1, "longest": 3}
+    assert rec["draft"] == "ngram" and rec["draft_kv_dtype"] == "none"
+    if rec["vllm"]["speculative_config"]:
+        assert rec["vllm"]["speculative_config"]["method"] == "ngram"
+        assert rec["vllm"]["speculative_config"]["prompt_lookup_max"] == 3
+    assert rec["mu_shift"] == rec["mu_shift_inherited_draft"]
+    rows = files.read_positions(tmp_path / "s" / "positions.parquet")
+    base = rows["arm"] == "bf16+bf16"
+    a, b = (rows[n][base].astype(float) for n in ("alpha_by_depth", "b_by_depth"))
+    assert (
+        a.shape[1] == b.shape[1] == 6 and (a[:, 0] == rows["alpha"][base]).all() and (b[:, 0] == rows["b"][base]).all()
+    )
+    lengths = np.diff(np.append(np.flatnonzero(rows["position"][base] == 1), base.sum()))
+    result = run_chain(by_text(a, lengths), by_text(b, lengths), lengths, 6)
+    mu = emitted(result.tokens, result.ends) - 1
+    assert mu == pytest.approx([rec["baseline_mu_accepted"][str(k)] for k in range(1, 7)], abs=1e-6)
+
+
+def test_ngram_for_vllm():
+    """vLLM's ngram method knows its lengths and neither a model nor how a draft samples."""
+    from specq.kv import get_format
+    from specq.vllm_options import vllm_block
+
+    block = vllm_block(version="0.32", target="t", draft="ngram", fmt=get_format("fp8"), draft_fmt=get_format("bf16"),
+                       schedule=[[1, 8, 3]], draft_sampling="greedy", survival=[0.5, 0.2, 0.1],
+                       lookup=NgramLookup(2, 4))  # fmt: skip
+    assert block.speculative_config == {
+        "method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 3
+    }  # fmt: skip

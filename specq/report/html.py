@@ -249,8 +249,13 @@ def group_rows(view: FormatView) -> list[Row]:
 
 
 def pair_rows(study: dict) -> list[Row]:
-    """(what, target, draft)."""
-    sides = [study["pair"]["target"], study["pair"]["draft"]]
+    """(what, target, draft); a draft that runs no model has nothing to fill in."""
+    target, draft = study["pair"]["target"], study["pair"]["draft"]
+    if "geometry" not in draft:
+        nothing = {n: {"codes": 0, "scales": 0} for n in target["kv_bytes_per_token"]}
+        draft = dict.fromkeys(target, "none") | {"parameters": 0, "kv_bytes_per_token": nothing} | draft
+        draft["geometry"] = dict.fromkeys(target["geometry"], "none")
+    sides = [target, draft]
     rows = [(n.replace("_", " "), *(str(s[n]) for s in sides)) for n in ("source", "checkpoint_dtype", "compute_dtype")]
     rows.append(("parameters", *(f"{s['parameters']:,}" for s in sides)))
     rows += [(n.replace("_", " "), *(str(s["geometry"][n]) for s in sides)) for n in sides[0]["geometry"]]
