@@ -50,8 +50,8 @@ class Agreement:
 
     @property
     def tested(self) -> bool:
-        """Whether there are enough documents for a test, or nothing to test because all agrees exactly."""
-        return self.dof < self.documents
+        """Whether there were enough documents and counts for a test, or all agrees exactly."""
+        return self.exact or 0 < self.dof < self.documents
 
     @property
     def power(self) -> float:
@@ -119,7 +119,7 @@ class JointTest:
 
 def joint(agreements: Sequence[Agreement]) -> JointTest:
     """Lancaster's combination; its power by drawing every F from its noncentral law."""
-    used = [a for a in agreements if a.tested and a.dof]
+    used = [a for a in agreements if 0 < a.dof < a.documents]
     total = sum(a.dof for a in used)
     if not used:
         return JointTest(1.0, float(bool(agreements) and all(a.exact for a in agreements)), 0, 0)

@@ -49,6 +49,9 @@ def study(
     target: Annotated[str | None, typer.Option(help="Target model: directory or hub id.")] = None,
     draft: Annotated[str | None, typer.Option(help="Draft: directory, hub id, self, or ngram.")] = None,
     ngram: Annotated[str | None, typer.Option(help="Shortest and longest n-gram looked up; 2,5.")] = None,
+    random_weights: Annotated[
+        bool | None, typer.Option("--random-weights", help="Configurations alone, for memory and step times.")
+    ] = None,
     prompts: Annotated[str | None, typer.Option(help="Prompt file: .txt, .jsonl or .json.")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Prompts to use.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt in tokens.")] = None,
@@ -92,6 +95,9 @@ def rollout(
     target: Annotated[str | None, typer.Option(help="Target model: directory or hub id.")] = None,
     draft: Annotated[str | None, typer.Option(help="Draft: directory, hub id, self, or ngram.")] = None,
     ngram: Annotated[str | None, typer.Option(help="Shortest and longest n-gram looked up; 2,5.")] = None,
+    random_weights: Annotated[
+        bool | None, typer.Option("--random-weights", help="Configurations alone, for memory and step times.")
+    ] = None,
     prompts: Annotated[str | None, typer.Option(help="Prompt file: .txt, .jsonl or .json.")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Prompts to use.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt in tokens.")] = None,
@@ -148,7 +154,7 @@ def pairs() -> None:
     from specq.pairs import registry
 
     for p in registry().values():
-        where = " and ".join("embedded" if s.local else s.source for s in (p.target, p.draft))
+        where = " and ".join("embedded" if s.local and s.is_model else s.source for s in (p.target, p.draft))
         typer.echo(f"{p.name:<18} {p.summary}\n{'':<18} {where if where != 'embedded and embedded' else 'embedded'}")
 
 

@@ -24,6 +24,7 @@ def resolve(options: dict[str, Any], dtypes: list[str]) -> tuple[StudyConfig, di
     _check_cost(options["cost"] or pair.defaults.get("cost", StudyConfig().cost))
     from specq.kv import get_format
 
+    dtypes = resolve_auto(pair, dtypes)
     names = {get_format(d).name: d.strip().lower() for d in reversed(dtypes)}
     given = {k: v for k, v in options.items() if v is not None}
     given = pair.defaults | given | {"dtypes": tuple(get_format(d).name for d in dtypes), "pair": pair.name}
@@ -34,6 +35,17 @@ def resolve(options: dict[str, Any], dtypes: list[str]) -> tuple[StudyConfig, di
     config = make_config(**given)
     parse_version(config.vllm_version)
     return config, {name: names[name] for name in config.dtypes}
+
+
+def resolve_auto(pair: pairs.Pair, dtypes: list[str]) -> list[str]:
+    """The formats with `auto` replaced by what the target's checkpoint makes of it, as a server would."""
+    if "auto" not in {d.strip().lower() for d in dtypes}:
+        return dtypes
+    from specq.weights import auto_kv_format
+
+    path = Path(pairs.locate(pair)[0]) / "config.json"
+    meant = auto_kv_format(files.read_json(path)) if path.is_file() else "bf16"
+    return [meant if d.strip().lower() == "auto" else d for d in dtypes]
 
 
 def _check_cost(cost: str) -> None:
@@ -107,14 +119,14 @@ def _show_one(console: Console, rec: Recommendation, sub: Path) -> None:
         rows.append(("shift on own text", f"{_number(rec.mu_shift_own.value)} {_interval(rec.mu_shift_own.ci95)}"))
     gain = rec.speedup
     percent = [None if x is None else 100 * x for x in gain.ci95]
-    rows.append(
-        (
-            "num_speculative_tokens",
-            f"{rec.recommended_num_speculative_tokens} recommended, {rec.current_num_speculative_tokens} now; speedup"
-            f" {gain.dtype_at_recommended:.2f}x against {gain.dtype_at_current:.2f}x ({100 * gain.retuning_gain:+.1f} %"
-            f" {_interval(percent, 1)}, cost {rec.cost.source})",
-        )
+    k_row = (
+        f"{rec.recommended_num_speculative_tokens} recommended, {rec.current_num_speculative_tokens} now; speedup"
+        f" {gain.dtype_at_recommended:.2f}x against {gain.dtype_at_current:.2f}x ({100 * gain.retuning_gain:+.1f} %"
+        f" {_interval(percent, 1)}, cost {rec.cost.source})"
     )
+    if any(v.code == "random_weights" for v in rec.verdicts):
+        k_row = f"none recommended, {rec.current_num_speculative_tokens} now"
+    rows.append(("num_speculative_tokens", k_row))
     rows.append(("decision", rec.decision))
     rows += [("warning", w) for w in rec.warnings]
     table = Table(show_header=False, box=None, pad_edge=False)

@@ -15,7 +15,9 @@ class RunConfig(BaseModel):
     """What a study and a rollout have in common: the pair, the prompts, sampling and rules.
 
     `draft` may also be `self` (the target drafts for itself) or `ngram` (prompt lookup of `ngram` = shortest, longest).
-    `temperature`, `top_k`, `top_p` left at None take the target's generation_config, as vLLM does, and then 1, 0, 1.
+    `random_weights` builds the models from their configurations alone: memory and step times mean something then, text and
+    acceptance nothing. `temperature`, `top_k`, `top_p` left at None take the target's generation_config, as vLLM does, and
+    then 1, 0, 1.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -24,6 +26,7 @@ class RunConfig(BaseModel):
     target: str | None = None
     draft: str | None = None
     ngram: tuple[int, int] = (2, 5)
+    random_weights: bool = False
     dtypes: tuple[str, ...] = ("fp8_e4m3",)
     prompts: str | None = None
     prompts_sha256: str | None = None
@@ -55,6 +58,14 @@ class RunConfig(BaseModel):
         if not 1 <= value[0] <= value[1]:
             raise ValueError("needs the shortest and the longest n-gram, as in 2,5")
         return value
+
+    @model_validator(mode="after")
+    def _no_text_for_random_weights(self) -> "RunConfig":
+        given = [f"--{n}" for n in ("prompts", "calibrate") if getattr(self, n) is not None]
+        given += ["--text given"] if getattr(self, "text", None) == "given" else []
+        if self.random_weights and given:
+            raise ValueError(f"--random-weights draws random prompts and takes no {given[0]}")
+        return self
 
 
 class RolloutConfig(RunConfig):

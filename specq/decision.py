@@ -1,6 +1,6 @@
 """What to do: the K for every operating point, the schedule by batch size, and whether the format pays."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -94,6 +94,19 @@ def decide(config: StudyConfig, models: Models, analysis: Analysis, fmt: KVForma
         pay,
         interval,
         sentence,
+    )
+
+
+def withheld(made: Decision, config: StudyConfig) -> Decision:
+    """The same figures without a recommendation, for random weights: K stays what it is."""
+    first, current = (config.batch[0], config.context[0]), config.current_k
+    return replace(
+        made,
+        recommended=current,
+        schedule=schedule([(b, current) for b in sorted(set(config.batch))]),
+        gain=retuning(made.curves[first], current, current),
+        sentence="no recommendation: the weights are random, so acceptance and every speedup from it mean nothing; memory and"
+        " step times do",
     )
 
 

@@ -4,17 +4,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specq import pairs, prompts
+import torch
+
+from specq import pairs, prompts, weights
 from specq.config import RunConfig
 from specq.errors import SpecqError
 from specq.kv import KVFormat
 from specq.kv.cache import LayerScales
 from specq.kv.calibration import measure_range
-from specq.models import LoadedModel, Vocabulary, check_pair, load
+from specq.models import LoadedModel, Vocabulary, check_pair, load, load_random
 from specq.ngram import NgramLookup
 from specq.progress import Reporter
 from specq.prompts import Prompt, PromptReport, Record
-from specq.sampling import Transform
+from specq.sampling import Transform, stream
 from specq.texts import Text
 
 CALIBRATION_PROMPTS = 16
@@ -43,19 +45,21 @@ class Models:
 def load_models(config: RunConfig, reporter: Reporter) -> tuple[pairs.Pair, Models]:
     """Find and load the pair, and check that its models can speak for one another."""
     pair = pairs.find(config.pair, config.target, config.draft)
-    where = pairs.locate(pair)
     if config.device == "cuda":
-        import torch
-
         if not torch.cuda.is_available():
             raise SpecqError("--device cuda: PyTorch sees no CUDA device here; use --device cpu")
-    reporter.note(f"loading {pair.name}: {Path(where[0]).name} and {Path(where[1]).name}")
-    target = load(where[0], config.device)
-    if where[1] == pairs.NGRAM:
-        draft = NgramLookup(*config.ngram)
+    if config.random_weights:
+        sides = {s: weights.config_of_side(s) for s in (pair.target, pair.draft) if s.is_model}
+        reporter.note(f"building {pair.name} with random weights")
+        built = {s.source: load_random(s.source, c, config.device, i) for i, (s, c) in enumerate(sides.items())}
+        target, other = built[pair.target.source], built.get(pair.draft.source)
     else:
-        draft = target if where[1] == pairs.SELF else load(where[1], config.device)
-    models = Models(target, draft, check_pair(target, target if where[1] == pairs.NGRAM else draft))
+        where = pairs.locate(pair)
+        reporter.note(f"loading {pair.name}: {Path(where[0]).name} and {Path(where[1]).name}")
+        target = load(where[0], config.device)
+        other = load(where[1], config.device) if pair.draft.is_model else None
+    draft = NgramLookup(*config.ngram) if pair.draft.source == pairs.NGRAM else other or target
+    models = Models(target, draft, check_pair(target, other or target))
     needed = config.prompt_tokens + config.output_tokens
     for role, model in models.by_role.items():
         if needed > model.geometry.max_positions:
@@ -92,6 +96,10 @@ def choose_prompts(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """(prompts to score, prompts left over from the default set for calibration); with `given`, those that have responses."""
     spare = 0 if config.prompts else CALIBRATION_PROMPTS
+    if models.target.tokenizer is None:
+        found = _random_prompts(config, models.vocabulary.size, config.num_prompts + spare)
+        report.source, report.records = "random tokens", len(found)
+        return found[: config.num_prompts], found[config.num_prompts :]
     found = prompts.encode_prompts(
         records,
         report,
@@ -104,6 +112,14 @@ def choose_prompts(
         max_response=config.output_tokens,
     )
     return found[: config.num_prompts], found[config.num_prompts :]
+
+
+def _random_prompts(config: RunConfig, vocabulary: int, count: int) -> list[Prompt]:
+    """Prompts of uniformly random tokens, for models without a tokenizer."""
+    names = [f"random{i}" for i in range(count)]
+    size = (config.prompt_tokens,)
+    drawn = (torch.randint(vocabulary, size, generator=stream(config.seed, "prompt", n)).tolist() for n in names)
+    return [Prompt(n, n, None, tuple(ids)) for n, ids in zip(names, drawn, strict=True)]
 
 
 def calibrate(

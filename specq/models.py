@@ -8,7 +8,9 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from specq import weights
 from specq.errors import SpecqError
 from specq.kv import KVFormat, attention
 from specq.kv.cache import LayerScales, QuantizedCache
@@ -49,8 +52,9 @@ def geometry_of(config: Any) -> Geometry:  # noqa: ANN401 - transformers configs
     Raises SpecqError for latent-attention (MLA) models, whose cache is not K and V per head.
     """
     text = config.get_text_config()
-    if getattr(text, "kv_lora_rank", None) is not None:
-        raise SpecqError("models with latent KV attention (kv_lora_rank, MLA) are not supported: their cache is no K/V")
+    for key in ("kv_lora_rank", "qk_rope_head_dim"):
+        if getattr(text, key, None) is not None:
+            raise SpecqError(f"models with latent KV attention ({key}, MLA) are not supported: their cache is no K/V")
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -63,7 +67,8 @@ class LoadedModel:
     """A model ready to score.
 
     `width` is the number of logits per position; `scales` has one LayerScales per layer (1.0 where nothing was given);
-    `sampling_defaults` are the temperature, top_k and top_p of its generation_config, where it has any.
+    `sampling_defaults` are the temperature, top_k and top_p of its generation_config, where it has any. `tokenizer` is None
+    where the weights are random; `weight_quantization` names how the checkpoint's weights are quantized, if they are.
     """
 
     name: str
@@ -76,6 +81,7 @@ class LoadedModel:
     compute_dtype: torch.dtype
     checkpoint_dtype: str
     parameters: int
+    weight_quantization: str | None = None
     cache_keyword: str = field(default="cache")
 
     @property
@@ -158,8 +164,9 @@ def _checkpoint_scales(path: Path, layers: int) -> list[LayerScales]:
 
 
 def _read_tokenizer(source: str) -> Any:  # noqa: ANN401
+    where, more = weights.gguf_arguments(source)
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(where, **more)
     except Exception as error:  # transformers raises many kinds here; the reason is in the text
         raise SpecqError(f"no usable tokenizer in {source}: {_first_line(error)}") from error
 
@@ -168,32 +175,66 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def load(source: str, device: str = "cpu") -> LoadedModel:
-    """Load a model directory (or an already downloaded hub id) with specq's attention.
-
-    On a CPU it computes in float32, on a GPU in the checkpoint's dtype. Raises SpecqError with the reason when the
-    directory holds no loadable causal LM.
-    """
+def _prepare() -> None:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     attention.register()
+
+
+def load_random(name: str, config: Any, device: str = "cpu", seed: int = 0) -> LoadedModel:  # noqa: ANN401
+    """A model of a transformers config with random weights and no tokenizer: for memory and step times, not for text."""
+    _prepare()
+    geometry = geometry_of(config)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    model = model.eval().requires_grad_(False)
+    accepted = inspect.signature(model.forward).parameters
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=None,
+        geometry=geometry,
+        scales=[LayerScales() for _ in range(geometry.layers)],
+        eos_ids=frozenset(),
+        sampling_defaults={},
+        compute_dtype=dtype,
+        checkpoint_dtype="random",
+        parameters=sum(p.numel() for p in model.parameters()),
+        cache_keyword="cache" if "cache" in accepted else "past_key_values",
+    )
+
+
+def load(source: str, device: str = "cpu") -> LoadedModel:
+    """Load a model directory, a .gguf file or an already downloaded hub id with specq's attention.
+
+    On a CPU it computes in float32, on a GPU in the checkpoint's dtype. Raises SpecqError with the reason when the
+    directory holds no loadable causal LM, or quantized weights that would not run as they are.
+    """
+    _prepare()
+    where, more = weights.gguf_arguments(source)
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(where, **more)
     except Exception as error:
         raise SpecqError(f"cannot read a model configuration from {source}: {_first_line(error)}") from error
     geometry = geometry_of(config)
+    weights.refuse_dequantized(config, device, source)
+    quantization = weights.quantization_of(config, source)
     stated = getattr(config, "dtype", None)
     dtype = torch.float32 if device == "cpu" else (stated or torch.bfloat16)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention.NAME,
-            use_safetensors=True,
-        )
+        with redirect_stderr(StringIO()) if more else nullcontext():  # its bar for GGUF files cannot be switched off
+            model = AutoModelForCausalLM.from_pretrained(
+                where,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention.NAME,
+                **(more or {"use_safetensors": True}),
+            )
     except Exception as error:
         raise SpecqError(f"cannot load the weights in {source}: {_first_line(error)}") from error
+    weights.check_still_quantized(model, quantization, source)
     model = model.eval().requires_grad_(False).to(device)
     accepted = inspect.signature(model.forward).parameters
     generation = model.generation_config
@@ -212,6 +253,7 @@ def load(source: str, device: str = "cpu") -> LoadedModel:
         compute_dtype=dtype,
         checkpoint_dtype=str(stated).removeprefix("torch."),
         parameters=sum(p.numel() for p in model.parameters()),
+        weight_quantization=quantization,
         cache_keyword="cache" if "cache" in accepted else "past_key_values",
     )
 
@@ -234,8 +276,11 @@ def check_pair(target: LoadedModel, draft: LoadedModel) -> Vocabulary:
     """Common vocabulary of two models.
 
     Raises SpecqError when their token maps differ, naming the first differing id and both strings, or when their
-    special tokens do.
+    special tokens do. Models without tokenizers (random weights) share the ids both have logits for.
     """
+    if target.tokenizer is None or draft.tokenizer is None:
+        size = min(target.geometry.vocab, draft.geometry.vocab)
+        return Vocabulary(size, size, target.geometry.vocab, draft.geometry.vocab)
     a, b = ({i: t for t, i in m.tokenizer.get_vocab().items()} for m in (target, draft))
     for i in sorted(a.keys() | b.keys()):
         if a.get(i) != b.get(i):

@@ -40,6 +40,9 @@ def _vllm(
     facts: StudyFacts, fmt: KVFormat, plan: list[list[int]], surv: np.ndarray, warnings: list[str]
 ) -> VllmBlock | None:
     config = facts.config
+    if config.random_weights:
+        warnings.append("nothing is written for vLLM: random weights allow no recommendation")
+        return None
     if fmt.vllm is None:
         warnings.append(f"vLLM has no KV cache format like {fmt.name}; nothing is written for it")
         return None

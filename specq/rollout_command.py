@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from specq import files, pairs
+from specq.command import resolve_auto
 from specq.config import RolloutConfig, make_config
 from specq.errors import SpecqError
 from specq.progress import Reporter
@@ -27,6 +28,7 @@ def rollout_command(options: dict[str, Any], dtypes: list[str], out: Path | None
     pair = pairs.find(options["pair"], options["target"], options["draft"])
     from specq.kv import get_format
 
+    dtypes = resolve_auto(pair, dtypes)
     names = {get_format(d).name: d.strip().lower() for d in reversed(dtypes)}
     given = {k: v for k, v in options.items() if v is not None}
     if given.get("draft_dtype", "same") != "same":
@@ -68,7 +70,7 @@ def run_rollouts(config: RolloutConfig, out: Path, overwrite: bool, reporter: Re
     from specq.prompts import read_records
     from specq.replay import Arm, Setting, score_texts
     from specq.rollout import roll_out
-    from specq.summary import describe, environment
+    from specq.summary import describe, environment, peak_memory
 
     records, report = read_records(prompt_source(config))
     pair, models = load_models(config, reporter)
@@ -120,6 +122,8 @@ def run_rollouts(config: RolloutConfig, out: Path, overwrite: bool, reporter: Re
                 "rule": rule.name,
                 "k": config.k,
                 "arms": blocks,
+                "peak_memory_gb": peak_memory(models.target),
+                "warnings": ["random weights: acceptance says nothing about the pair"] if config.random_weights else [],
             },
         )
 
@@ -209,6 +213,8 @@ def show(out: Path) -> None:
             table.add_row(*map(escape, row))
         console.rule(escape(f"{name}, K = {found['k']}, {found['rule']}, draft: {found['draft_kind']}"), align="left")
         console.print(table)
+    for warning in found["warnings"]:
+        console.print(f"warning: {warning}", markup=False)
     paths = ", ".join(str(out / n) for n in (SUMMARY, "cycles.parquet", "texts.parquet"))
     console.print(f"files: {paths}", soft_wrap=True, markup=False)
 

@@ -295,7 +295,8 @@ def decide(study: Study, formats: Sequence[KVFormat]) -> None:
     for fmt in formats:
         paired = study.paired.get(fmt.name)
         basis, kind = (paired, "own") if config.text == "own" else (main, study.main.kind)
-        made = study.decisions[fmt.name] = decision.decide(config, study.models, basis, fmt, study.cost)
+        made = decision.decide(config, study.models, basis, fmt, study.cost)
+        made = study.decisions[fmt.name] = decision.withheld(made, config) if config.random_weights else made
         own = None
         if paired is not None:
             own = recommendation.shift_block(paired, f"{fmt.name}+bf16", made.reference_k, "own", NULL)
@@ -334,6 +335,10 @@ def gather_facts(
 ) -> StudyFacts:  # fmt: skip
     """What all formats share, with the warnings that belong to the study or to one format."""
     warnings: dict[str | None, list[str]] = {None: []}
+    if config.random_weights:
+        warnings[None].append(
+            "random weights and random prompts: no figure of acceptance here says anything about the pair"
+        )
     sources = {f.name: _scale_source(f, setting.scales, models) for f in formats}
     for name, source in sources.items():
         if source in ("one", "checkpoint in part"):

@@ -3,6 +3,7 @@
 import datetime
 import os
 import platform
+import resource
 import shlex
 import sys
 from dataclasses import asdict
@@ -101,6 +102,7 @@ def summarise_study(study: "Study") -> dict:
         },
         "seconds_per_pass": {f"{p.role}:{p.format.name}:splits{p.order.splits}": s for p, s in replay.seconds.items()},
         "timings_seconds": study.timings,
+        "peak_memory_gb": peak_memory(models.target),
         "warnings": facts.warnings[None],
         "warnings_by_format": {n: w for n, w in facts.warnings.items() if n is not None},
     }
@@ -163,6 +165,7 @@ def describe(name: str, model: LoadedModel, config: RunConfig) -> dict:
         "source": name,
         "parameters": model.parameters,
         "checkpoint_dtype": model.checkpoint_dtype,
+        "weight_quantization": model.weight_quantization,
         "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
         "geometry": asdict(model.geometry),
         "kv_bytes_per_token": {
@@ -193,6 +196,16 @@ def environment(model: LoadedModel) -> dict:
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _cpu_name(),
     }
+
+
+def peak_memory(model: LoadedModel) -> dict[str, float]:
+    """Largest memory so far in GB: of this process, and of the GPU's tensors where there is one."""
+    import torch
+
+    out = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
+    if model.device.type == "cuda":
+        out["gpu"] = torch.cuda.max_memory_allocated(model.device) / 1e9
+    return out
 
 
 def _cpu_name() -> str:

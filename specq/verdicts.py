@@ -25,6 +25,9 @@ def find_verdicts(
     probabilistic: Analysis | None,
 ) -> list[Verdict]:
     """Verdicts of one format; `probabilistic` is the study under probabilistic drafting where it drafted greedily."""
+    if facts.config.random_weights:
+        said = "weights drawn at random from the pair's configuration: acceptance is not the pair's"
+        return [Verdict(code="random_weights", decision="nothing is recommended on acceptance", evidence=said)]
     arm, out = f"{fmt.name}+bf16", []
     k = shift.k
     context = facts.config.context[0]
