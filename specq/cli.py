@@ -130,7 +130,9 @@ def rollout(
 
 @app.command()
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(help="help, chain, study, precision[:SEED].")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="help, chain, study, precision[:SEED], rollout, agreement.")
+    ] = None,
 ) -> None:
     """Benchmark specq itself on this machine; one JSON line each."""
     from specq.bench import main as run_benches

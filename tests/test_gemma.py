@@ -5,7 +5,6 @@ Sliding windows of 512, head_dim 256, one KV head, a vocabulary of 262,144, and 
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from specq import pairs
 from specq.acceptance import Rule
@@ -63,9 +62,6 @@ def test_windows_and_head_dim_against_transformers_own_attention(gemma):
     before = inner.config._attn_implementation
     inner.set_attn_implementation("eager")
     try:
-        assert isinstance(
-            inner, type(AutoModelForCausalLM.from_config(inner.config.__class__(num_hidden_layers=1, vocab_size=8)))
-        )
         with torch.inference_mode():
             expected = inner(ids, use_cache=False, logits_to_keep=8).logits
     finally:
