@@ -10,13 +10,20 @@ from typing import Protocol
 
 import torch
 
-from specq.errors import SpecqError
 from specq.models import LoadedModel
 from specq.ngram import NgramIndex, NgramLookup
 from specq.replay import Pass, Setting
 from specq.sampling import fit_width, inverse_cdf, log_probs
 
 Progress = Callable[[float], None]
+
+
+class NanDraft(Exception):
+    """The draft gave NaN logits in `row` of the batch for the draft of index `depth`."""
+
+    def __init__(self, row: int, depth: int) -> None:
+        super().__init__(row, depth)
+        self.row, self.depth = row, depth
 
 
 @dataclass
@@ -64,14 +71,14 @@ class ModelDrafter:
         capacity: int,
         progress: Progress,
     ) -> None:
-        self.model, self.setting, self.name = model, setting, made.format.name
+        self.model, self.setting = model, setting
         scales = setting.scales.get((made.role, made.format.name))
         self.cache = model.new_cache(made.format, len(rows), capacity, scales, setting.round_query(made.format))
         fit = model.geometry.max_positions  # rows beyond it are never drafted for
         model.prefill([ids[: fit + 1] for ids in rows], self.cache, progress=progress)
 
     def propose(self, rows: Sequence[Sequence[int]], limits: torch.Tensor, uniforms: torch.Tensor) -> Proposal:
-        """See Drafter; a draft that drafts greedily proposes its argmax."""
+        """See Drafter; a draft that drafts greedily proposes its argmax. Raises NanDraft."""
         batch, k = uniforms.shape
         greedy = self.setting.rule.draft_sampling == "greedy"
         tokens = torch.full((batch, k), -1)
@@ -85,8 +92,8 @@ class ModelDrafter:
             last = logits[torch.arange(batch), (counts - 1).clamp(min=0)] if i == 0 else logits[:, -1]
             logq.append(log_probs(fit_width(last, self.setting.vocabulary.size), self.setting.draft_transform))
             active = i < limits
-            if bool(logq[i].isnan().any(-1).cpu()[active].any()):
-                raise SpecqError(f"the draft with a {self.name} KV cache gave NaN logits")
+            if bool((bad := logq[i].isnan().any(-1).cpu() & active).any()):
+                raise NanDraft(int(bad.nonzero()[0]), i)
             picked = logq[i].argmax(-1) if greedy else inverse_cdf(logq[i].exp(), uniforms[:, i].to(last.device))
             tokens[:, i] = torch.where(active, picked.cpu(), -1)
             counts = (i + 1 < limits).long()

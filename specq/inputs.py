@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from specq import pairs, prompts, weights
-from specq.config import RunConfig
+from specq.config import RolloutConfig, RunConfig
 from specq.errors import SpecqError
 from specq.kv import KVFormat
 from specq.kv.cache import LayerScales
@@ -62,6 +62,8 @@ def load_models(config: RunConfig, reporter: Reporter) -> tuple[pairs.Pair, Mode
     models = Models(target, draft, check_pair(target, other or target))
     needed = config.prompt_tokens + config.output_tokens
     for role, model in models.by_role.items():
+        if role == "draft" and isinstance(config, RolloutConfig):
+            continue  # a rollout stops drafting where the draft's positions end, and counts that
         if needed > model.geometry.max_positions:
             raise SpecqError(
                 f"the {role} has {model.geometry.max_positions} positions and the study needs {needed} (--prompt-tokens"

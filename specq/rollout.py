@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from specq.acceptance import Rule, verify_cycle
-from specq.drafts import Drafter, ModelDrafter, NgramDrafter, Proposal
+from specq.drafts import Drafter, ModelDrafter, NanDraft, NgramDrafter, Proposal
 from specq.errors import SpecqError
 from specq.models import LoadedModel
 from specq.ngram import NgramLookup
@@ -166,7 +166,10 @@ def _roll_batch(
         limits = room.clamp(0, k)
         noise = torch.stack([torch.rand(3 * k + 1, generator=r.noise, dtype=torch.float64) for r in live])
         drawn, coins, picks = noise.split([k, k, k + 1], dim=1)
-        proposal = drafter.propose([r.ids for r in live], limits, drawn)
+        try:
+            proposal = drafter.propose([r.ids for r in live], limits, drawn)
+        except NanDraft as nan:
+            raise _nan_error("draft", made, live[nan.row], nan.depth) from nan
         clock.lap("draft")
         block = torch.cat([torch.tensor([r.ids[-1:] for r in live]), proposal.tokens.clamp(min=0)], dim=1)
         counts = 1 + (proposal.tokens >= 0).sum(1)
@@ -220,11 +223,15 @@ def _target_logp(
         bad &= torch.arange(tokens.shape[1]) < torch.as_tensor(counts)[:, None]
     if bool(bad.any()):
         row, at = bad.nonzero()[0].tolist()
-        raise SpecqError(
-            f"arm {made.arm.name}: the target gave NaN logits for prompt {rows[row].prompt.id} in cycle"
-            f" {rows[row].cycles} at draft position {at + 1}"
-        )
+        raise _nan_error("target", made, rows[row], at)
     return logp
+
+
+def _nan_error(role: str, made: Rollout, row: _Row, at: int) -> SpecqError:
+    return SpecqError(
+        f"arm {made.arm.name}: the {role} gave NaN logits for prompt {row.prompt.id} in cycle {row.cycles} at draft position"
+        f" {at + 1}"
+    )
 
 
 def _commit(

@@ -96,7 +96,7 @@ def run_rollouts(config: RolloutConfig, out: Path, overwrite: bool, reporter: Re
                     batch=config.rows, progress=done,
                 )  # fmt: skip
             agreement = None
-            if config.replay:
+            if config.replay and not made.out_of_positions.any():  # replay's draft would need those positions
                 passes = 1 if isinstance(models.draft, NgramLookup) else 2
                 total = passes * sum(len(t.prompt.tokens) + t.positions for t in made.texts)
                 with reporter.task(f"replaying {arm.name}", total) as done:

@@ -79,6 +79,9 @@ def summarise_study(study: "Study") -> dict:
             for n in s.analysis.arms
         },
         "shifts_own_text": {name: block for a in study.paired.values() for name, block in _shifts(a).items()},
+        "null_arm_own_text": {
+            str(k): a.shift(NULL, k).as_dict() for a in [*study.paired.values()][:1] for k in range(1, config.k_max + 1)
+        },
         "own_text_coupling": _coupling(study),
         "text_sampled_from_target": dict(
             zip(("sum_b_minus_a_mean", "se", "z"), main.analysis.excess(BASE), strict=True)

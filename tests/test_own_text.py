@@ -75,7 +75,8 @@ def test_the_null_arm_has_own_text_in_another_order(both):
     assert ALTERNATIVE.batch != STANDARD.batch and ALTERNATIVE.splits != STANDARD.splits
     paired = study.paired["fp8_e5m2"]
     assert paired.arms[NULL] is null.analysis.arms[NULL]
-    assert "minus_null" in found["shifts_own_text"]["fp8_e5m2+bf16"]["4"]
+    shift, floor = found["shifts_own_text"]["fp8_e5m2+bf16"]["4"], found["null_arm_own_text"]["4"]
+    assert shift["minus_null"]["value"] == pytest.approx(shift["value"] - floor["value"], abs=1e-12)
 
 
 def test_q15_the_draft_only_arm_is_scored(both):

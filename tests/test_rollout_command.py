@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from conftest import save_model
 from test_cli import run
 
 from specq.analysis import by_text
@@ -63,6 +64,20 @@ def test_drafts_without_weights_of_their_own(tmp_path, draft):
     assert found["draft_kind"] == {"self": "the target itself", "ngram": "n-gram lookup"}[draft]
     assert arm["kv_bytes_per_token"]["draft"] == (arm["kv_bytes_per_token"]["target"] if draft == "self" else 0)
     assert (arm["engine"]["mu_accepted"] > 3) if draft == "self" else arm["cycles_without_draft"] > 0
+
+
+def test_s23_a_short_draft_is_counted_apart(tmp_path):
+    """S-23: a draft whose positions end inside the texts stops drafting there; the answer and the file say so, and mu counts
+    cycles that drafted only."""
+    target, draft = save_model(tmp_path / "t", seed=1), save_model(tmp_path / "d", seed=2, max_position_embeddings=12)
+    (tmp_path / "p.jsonl").write_text('{"prompt_token_ids": [0, 5, 6, 7, 8, 9]}\n')
+    out = run("rollout", "--target", target, "--draft", draft, "--prompts", "p.jsonl", "--num-prompts", "1", "--k", "2",
+              "--prompt-tokens", "8", "--output-tokens", "40", "--out", "r", "--quiet", cwd=tmp_path)  # fmt: skip
+    assert out.returncode == 0, out.stderr
+    assert "because a model's positions had ended" in out.stdout
+    arm = strict_json(tmp_path / "r" / "rollout.json")["arms"]["fp8_e4m3+bf16"]
+    assert arm["cycles_out_of_positions"] == arm["cycles_without_draft"] == arm["cycles"] - arm["engine"]["drafts"] > 0
+    assert arm["replay"] is None
 
 
 @pytest.mark.parametrize(

@@ -226,3 +226,16 @@ def test_i19_a_head_dim_of_its_own_decodes(tmp_path):
         expected = reference(ids).logits
     assert float((got - expected).abs().max()) < 0.02 * float(expected.abs().max())
     assert np.isfinite(got.numpy()).all()
+
+
+@pytest.mark.parametrize("keys", [("dtype",), ("torch_dtype",), ("dtype", "torch_dtype")])
+def test_i18_the_stated_dtype_is_read_under_both_names(tmp_path, keys):
+    """I-18: `dtype` and the older `torch_dtype` name the checkpoint's dtype, which the study tells; float16 stays float16
+    there, and on a CPU the compute dtype is float32, told beside it."""
+    path = save_model(tmp_path / "m")
+    config = json.loads((path / "config.json").read_text())
+    for key in ("dtype", "torch_dtype"):
+        config.pop(key, None)
+    (path / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, "float16")))
+    model = load(str(path))
+    assert (model.checkpoint_dtype, model.compute_dtype) == ("float16", torch.float32)
