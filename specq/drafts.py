@@ -4,7 +4,7 @@ A drafter sees the committed tokens of every row, proposes, and is told afterwar
 beyond the committed tokens survives a cycle.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,8 +14,6 @@ from specq.models import LoadedModel
 from specq.ngram import NgramIndex, NgramLookup
 from specq.replay import Pass, Setting
 from specq.sampling import fit_width, inverse_cdf, log_probs
-
-Progress = Callable[[float], None]
 
 
 class NanDraft(Exception):
@@ -69,13 +67,12 @@ class ModelDrafter:
         setting: Setting,
         rows: Sequence[Sequence[int]],
         capacity: int,
-        progress: Progress,
     ) -> None:
         self.model, self.setting = model, setting
         scales = setting.scales.get((made.role, made.format.name))
         self.cache = model.new_cache(made.format, len(rows), capacity, scales, setting.round_query(made.format))
         fit = model.geometry.max_positions  # rows beyond it are never drafted for
-        model.prefill([ids[: fit + 1] for ids in rows], self.cache, progress=progress)
+        model.prefill([ids[: fit + 1] for ids in rows], self.cache)
 
     def propose(self, rows: Sequence[Sequence[int]], limits: torch.Tensor, uniforms: torch.Tensor) -> Proposal:
         """See Drafter; a draft that drafts greedily proposes its argmax. Raises NanDraft."""

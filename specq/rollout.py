@@ -97,13 +97,11 @@ def roll_out(
     max_tokens: int,
     batch: int = 16,
     progress: Callable[[float], None] = lambda done: None,
-    watch: Callable[[Sequence[Sequence[int]], "object", Drafter], None] = lambda rows, cache, drafter: None,
 ) -> Rollout:
     """Decode up to `max_tokens` new tokens for every prompt with K = `k` drafts per cycle; EOS ends a text.
 
-    `draft` may be `target` itself: the arm's draft format then makes it self-speculation. `progress` takes tokens done;
-    `watch` sees committed tokens, target cache and drafter after every cycle. Raises SpecqError naming arm, prompt and
-    cycle when logits are NaN, or when a prompt leaves no room for a new token.
+    `draft` may be `target` itself: the arm's draft format then makes it self-speculation. `progress` takes tokens done.
+    Raises SpecqError naming arm, prompt, cycle and position when logits are NaN.
     """
     made = Rollout(arm, k)
     rows: list[_Row] = []
@@ -113,7 +111,10 @@ def roll_out(
             _Row(start + i, p, list(p.tokens), stream(setting.seed, "rollout", arm.name, k, p.id), np.zeros(k, int))
             for i, p in enumerate(prompts[start : start + batch])
         ]
-        _roll_batch(target, draft, group, made, setting, max_tokens, log, progress, watch)
+        running = _Batch(target, draft, group, made, setting, max_tokens, progress)
+        while running.rows:
+            log.append(running.cycle())
+        running.close()
         rows += group
     made.texts = [Text(r.prompt, tuple(r.ids[len(r.prompt.tokens) :]), arm.name, r.ended) for r in rows]
     for name in ("cycles", "undrafted", "out_of_positions", "ends"):
@@ -126,75 +127,99 @@ def roll_out(
     return made
 
 
-def _roll_batch(
-    target: LoadedModel, draft: LoadedModel | NgramLookup, rows: list[_Row], made: Rollout, setting: Setting,
-    max_tokens: int, log: list, progress: Callable, watch: Callable,
-) -> None:  # fmt: skip
-    arm, k = made.arm, made.k
-    capacity = max(len(r.ids) for r in rows) + max_tokens + k
-    fmt = arm.target.format
-    cache = target.new_cache(
-        fmt, len(rows), capacity, setting.scales.get(("target", fmt.name)), setting.round_query(fmt)
-    )
-    clock = _Clock(made.seconds, target.device.type == "cuda")
-    target.prefill([r.ids for r in rows], cache, progress=progress)
-    if isinstance(draft, NgramLookup):
-        drafter: Drafter = NgramDrafter(draft, [r.ids for r in rows])
-        draft_positions = 1 << 30
-    else:
-        drafter = ModelDrafter(draft, arm.draft, setting, [r.ids for r in rows], capacity, lambda done: None)
-        draft_positions = draft.geometry.max_positions
-    # The first new token comes from prefill and belongs to no cycle.
-    logp = _target_logp(target, cache, torch.tensor([r.ids[-1:] for r in rows]), rows, made, setting)
-    uniforms = torch.stack([torch.rand(1, generator=r.noise, dtype=torch.float64) for r in rows])
-    first = inverse_cdf(logp[:, 0].exp(), uniforms[:, 0].to(logp.device)).tolist()
-    made.kv_bytes = {
-        "target": cache.nbytes / (len(rows) * capacity),
-        "draft": drafter.nbytes / (len(rows) * capacity),
-    }
-    clock.lap("prefill")
-    for r, token in zip(rows, first, strict=True):
-        r.ids.append(token)
-        r.ended = token in target.eos_ids
-    progress(len(rows))
-    live = _drop_finished(rows, max_tokens, cache, drafter)
-    while live:
+class _Batch:
+    """Prompts decoded together: `rows` are those still running, with the target's cache and the drafter beside them."""
+
+    def __init__(
+        self, target: LoadedModel, draft: LoadedModel | NgramLookup, rows: list[_Row], made: Rollout, setting: Setting,
+        max_tokens: int, progress: Callable[[float], None],
+    ) -> None:  # fmt: skip
+        """Prefill both caches and sample the first new token, which belongs to no cycle."""
+        self.target, self.rows, self.made, self.setting = target, rows, made, setting
+        self.max_tokens, self.progress = max_tokens, progress
+        self.clock = _Clock(made.seconds, target.device.type == "cuda")
+        self.capacity = max(len(r.ids) for r in rows) + max_tokens + made.k
+        fmt, ids = made.arm.target.format, [r.ids for r in rows]
+        scales = setting.scales.get(("target", fmt.name))
+        self.cache = target.new_cache(fmt, len(rows), self.capacity, scales, setting.round_query(fmt))
+        target.prefill(ids, self.cache, progress=progress)
+        self.drafter: Drafter
+        if isinstance(draft, NgramLookup):
+            self.drafter, self.draft_positions = NgramDrafter(draft, ids), 1 << 30
+        else:
+            self.drafter = ModelDrafter(draft, made.arm.draft, setting, ids, self.capacity)
+            self.draft_positions = draft.geometry.max_positions
+        logp = self._verify_pass(torch.tensor([r.ids[-1:] for r in rows]), torch.ones(len(rows), dtype=torch.long))
+        uniforms = torch.stack([torch.rand(1, generator=r.noise, dtype=torch.float64) for r in rows])
+        first = inverse_cdf(logp[:, 0].exp(), uniforms[:, 0].to(logp.device)).tolist()
+        for r, token in zip(rows, first, strict=True):
+            r.ids.append(token)
+            r.ended = token in target.eos_ids
+        self.clock.lap("prefill")
+        progress(len(rows))
+        self._drop_finished()
+
+    def cycle(self) -> dict[str, np.ndarray]:
+        """Draft, verify, commit and roll back once; returns the log of the drafted tokens."""
+        rows, k = self.rows, self.made.k
         # The last committed token stands at index n - 1: the target's last draft at n - 1 + count, the draft model's last
         # input at n - 2 + count. Neither may leave the model's positions.
-        lengths = torch.tensor([len(r.ids) for r in live])
-        room = torch.minimum(target.geometry.max_positions - lengths, draft_positions + 1 - lengths)
+        lengths = torch.tensor([len(r.ids) for r in rows])
+        room = torch.minimum(self.target.geometry.max_positions - lengths, self.draft_positions + 1 - lengths)
         limits = room.clamp(0, k)
-        noise = torch.stack([torch.rand(3 * k + 1, generator=r.noise, dtype=torch.float64) for r in live])
+        noise = torch.stack([torch.rand(3 * k + 1, generator=r.noise, dtype=torch.float64) for r in rows])
         drawn, coins, picks = noise.split([k, k, k + 1], dim=1)
         try:
-            proposal = drafter.propose([r.ids for r in live], limits, drawn)
+            proposal = self.drafter.propose([r.ids for r in rows], limits, drawn)
         except NanDraft as nan:
-            raise _nan_error("draft", made, live[nan.row], nan.depth) from nan
-        clock.lap("draft")
-        block = torch.cat([torch.tensor([r.ids[-1:] for r in live]), proposal.tokens.clamp(min=0)], dim=1)
+            raise _nan_error("draft", self.made, rows[nan.row], nan.depth) from nan
+        self.clock.lap("draft")
         counts = 1 + (proposal.tokens >= 0).sum(1)
-        logp = _target_logp(target, cache, block[:, : int(counts.max())], live, made, setting, counts)
-        logp = torch.nn.functional.pad(logp, (0, 0, 0, k + 1 - logp.shape[1]))  # rows of nothing but padding
+        block = torch.cat([torch.tensor([r.ids[-1:] for r in rows]), proposal.tokens.clamp(min=0)], dim=1)
+        logp = self._verify_pass(block[:, : int(counts.max())], counts)
+        logp = torch.nn.functional.pad(logp, (0, 0, 0, k + 1 - logp.shape[1]))  # where no row proposed anything
         accepted, final = verify_cycle(
             logp.exp(),
             None if proposal.logq is None else proposal.logq.to(logp.device).exp(),
             proposal.tokens.to(logp.device),
-            setting.rule,
+            self.setting.rule,
             coins.to(logp.device),
             picks.to(logp.device),
         )
         accepted, final = accepted.cpu(), final.cpu()
-        kept = _commit(live, proposal.tokens, accepted, final, limits, target.eos_ids, max_tokens)
-        log.append(_log_cycle(live, logp, proposal, accepted, kept, setting.rule))
-        committed = torch.tensor([len(r.ids) for r in live])
-        cache.rollback(torch.minimum(cache.lengths, committed - 1))
-        drafter.settle(committed)
-        clock.lap("verify")
-        progress(float((committed - lengths).sum()))
-        watch([r.ids for r in live], cache, drafter)
-        live = _drop_finished(live, max_tokens, cache, drafter)
-    if cache.nonfinite():
-        raise SpecqError(f"arm {arm.name}: the target produced NaN or infinite K or V")
+        kept = _commit(rows, proposal.tokens, accepted, final, limits, self.target.eos_ids, self.max_tokens)
+        log = _log_cycle(rows, logp, proposal, accepted, kept, self.setting.rule)
+        committed = torch.tensor([len(r.ids) for r in rows])
+        self.cache.rollback(torch.minimum(self.cache.lengths, committed - 1))
+        self.drafter.settle(committed)
+        self.clock.lap("verify")
+        self.progress(float((committed - lengths).sum()))
+        self._drop_finished()
+        return log
+
+    def close(self) -> None:
+        """Measure the caches; stop if NaN or infinite values went into the target's."""
+        slots = len(self.cache.lengths) * self.capacity
+        self.made.kv_bytes = {"target": self.cache.nbytes / slots, "draft": self.drafter.nbytes / slots}
+        if self.cache.nonfinite():
+            raise SpecqError(f"arm {self.made.arm.name}: the target produced NaN or infinite K or V")
+
+    def _verify_pass(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """log p [B, q, V] of one target pass; NaN at a position that counts stops the rollout."""
+        logits = self.target.forward(tokens, self.cache, counts)
+        logp = log_probs(fit_width(logits, self.setting.vocabulary.size), self.setting.transform)
+        bad = logp.isnan().any(-1).cpu() & (torch.arange(tokens.shape[1]) < counts[:, None])
+        if bool(bad.any()):
+            row, at = bad.nonzero()[0].tolist()
+            raise _nan_error("target", self.made, self.rows[row], at)
+        return logp
+
+    def _drop_finished(self) -> None:
+        keep = [i for i, r in enumerate(self.rows) if not r.ended and r.emitted < self.max_tokens]
+        if keep and len(keep) < len(self.rows):
+            self.cache.select(torch.tensor(keep))
+            self.drafter.select(torch.tensor(keep))
+        self.rows = [self.rows[i] for i in keep]
 
 
 class _Clock:
@@ -209,22 +234,6 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[name] += now - self.last
         self.last = now
-
-
-def _target_logp(
-    target: LoadedModel, cache: object, tokens: torch.Tensor, rows: Sequence[_Row], made: Rollout, setting: Setting,
-    counts: torch.Tensor | int | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """log p [B, q, V] of one pass; NaN at a position that counts stops the rollout."""
-    logits = target.forward(tokens, cache, counts)
-    logp = log_probs(fit_width(logits, setting.vocabulary.size), setting.transform)
-    bad = logp.isnan().any(-1).cpu()
-    if counts is not None:
-        bad &= torch.arange(tokens.shape[1]) < torch.as_tensor(counts)[:, None]
-    if bool(bad.any()):
-        row, at = bad.nonzero()[0].tolist()
-        raise _nan_error("target", made, rows[row], at)
-    return logp
 
 
 def _nan_error(role: str, made: Rollout, row: _Row, at: int) -> SpecqError:
@@ -255,14 +264,6 @@ def _commit(
         r.accepted[:stayed] += 1
         kept.append(stayed)
     return kept
-
-
-def _drop_finished(rows: list[_Row], max_tokens: int, cache: object, drafter: Drafter) -> list[_Row]:
-    keep = [i for i, r in enumerate(rows) if not r.ended and r.emitted < max_tokens]
-    if keep and len(keep) < len(rows):
-        cache.select(torch.tensor(keep))
-        drafter.select(torch.tensor(keep))
-    return [rows[i] for i in keep]
 
 
 def _log_cycle(

@@ -191,26 +191,38 @@ def test_s18_caches_hold_the_committed_tokens(pair, monkeypatch, size):
     """S-18: with the rejection forced at each j = 0..4 at K = 4, both caches hold the committed tokens but those not fed yet
     (one; two in the draft after a whole block), and their next logits equal a forward pass without any cache."""
     target, draft = pair
-    prompts = [Prompt("p", "p", None, tuple(range(3, 3 + size)))]
+    plain = [
+        AutoModelForCausalLM.from_pretrained(m.name, dtype=torch.float32, attn_implementation="eager").eval()
+        for m in pair
+    ]
+    prompts, cycle = [Prompt("p", "p", None, tuple(range(3, 3 + size)))], specq.rollout._Batch.cycle
+
+    def next_logits(model, cache, ids):
+        held = cache.lengths.clone()
+        logits = model.forward(torch.tensor([ids[int(held) :]]), cache)[:, -1]
+        cache.rollback(held)
+        return logits
+
     for j in range(5):
-        monkeypatch.setattr(
-            specq.rollout, "verify_cycle", lambda p, q, d, *rest, j=j: (torch.tensor([j]), torch.tensor([5 + j]))
-        )
         seen = []
 
-        def check(rows, cache, drafter, j=j, seen=seen):
-            n = len(rows[0])
-            assert cache.lengths.tolist() == [n - 1]
-            assert drafter.cache.lengths.tolist() == [n - 2 if j == 4 else n - 1]
-            for model, mine in ((target, cache), (draft, drafter.cache)):
-                held = mine.lengths.clone()
-                got = model.forward(torch.tensor([rows[0][int(held) :]]), mine)[:, -1]
-                mine.rollback(held)
-                plain = model.forward(torch.tensor([rows[0]]), model.new_cache(FLOAT32, 1, n))[:, -1]
-                assert torch.allclose(got, plain, atol=1e-5 * float(plain.abs().max()) + 1e-5)
+        def checked(batch, j=j, seen=seen):
+            row = batch.rows[0]
+            log = cycle(batch)
+            n = len(row.ids)
+            assert batch.cache.lengths.tolist() == [n - 1]
+            assert batch.drafter.cache.lengths.tolist() == [n - 2 if j == 4 else n - 1]
+            for model, cache, reference in zip(pair, (batch.cache, batch.drafter.cache), plain, strict=True):
+                expected = reference(torch.tensor([row.ids]), use_cache=False).logits[:, -1]
+                got = next_logits(model, cache, row.ids)
+                assert torch.allclose(got, expected, atol=1e-5 * float(expected.abs().max()))
             seen.append(n)
+            return log
 
-        roll_out(target, draft, prompts, ALL32, setting(), k=4, max_tokens=1 + 3 * (j + 1), watch=check)
+        forced = lambda p, q, d, *rest, j=j: (torch.tensor([j]), torch.tensor([5 + j]))  # noqa: E731
+        monkeypatch.setattr(specq.rollout, "verify_cycle", forced)
+        monkeypatch.setattr(specq.rollout._Batch, "cycle", checked)
+        roll_out(target, draft, prompts, ALL32, setting(), k=4, max_tokens=1 + 3 * (j + 1))
         assert seen == [size + 1 + i * (j + 1) for i in (1, 2, 3)]
 
 
@@ -258,14 +270,7 @@ def test_s21_sliding_windows_survive_rollback(tmp_path, kind, splits):
         before = cache.lengths.clone()
         logits = forward(tokens, cache, counts, keep)
         if not keep:
-            seen.append(
-                (
-                    before,
-                    tokens.clone(),
-                    logits,
-                    torch.as_tensor(counts).expand(len(tokens)) if counts is not None else None,
-                )
-            )
+            seen.append((before, tokens.clone(), logits, counts))
         return logits
 
     target.forward = spy
@@ -278,12 +283,11 @@ def test_s21_sliding_windows_survive_rollback(tmp_path, kind, splits):
             expected = reference(ids[None], use_cache=False).logits[0, -len(logits) :]
         return torch.allclose(logits, expected, atol=2e-4 * float(expected.abs().max()))
 
-    verified = [v for v in seen if v[3] is not None]
-    for before, block, logits, counts in verified:
+    for before, block, logits, counts in seen:
         for row, (start, n) in enumerate(zip(before.tolist(), counts.tolist(), strict=True)):
             texts = [w[:start] for w in whole if len(w) > start and w[start] == block[row, 0]]
             assert any(equal(torch.cat([w, block[row, :n]]), logits[row, :n]) for w in texts)
-    assert sum(len(v[0]) for v in verified) == made.cycles.sum()
+    assert sum(len(before) for before, *_ in seen) == len(prompts) + made.cycles.sum()
 
 
 def test_s23_a_draft_with_fewer_positions(tmp_path):
