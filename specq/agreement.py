@@ -96,8 +96,14 @@ def compare(rollout: Rollout, replay: ReplayResult, rule: Rule) -> Agreement:
 
 def _hotelling(gap: np.ndarray, error: np.ndarray) -> tuple[int, float, float, float]:
     """(degrees of freedom, F, p-value, noncentrality if the mean were `error` [M]) for rows `gap` [documents, M]."""
-    noisy = np.ptp(gap, axis=0) > 1e-6  # depths that no cycle reached, and exact ones, have nothing to test
-    gap, error, n = gap[:, noisy], error[noisy], len(gap)
+    noisy = np.ptp(gap, axis=0) > 1e-6
+    if np.abs(gap[:, ~noisy]).max(initial=0.0) > 1e-6:
+        return 1, np.inf, 0.0, 0.0  # off by the same in every document
+    gap, error, n = (
+        gap[:, noisy],
+        error[noisy],
+        len(gap),
+    )  # depths no cycle reached, and exact ones, leave nothing to test
     dof = gap.shape[1]
     if dof == 0 or n <= dof:
         return dof, 0.0, 1.0, 0.0

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import specq.rollout
 from specq.acceptance import Rule, verify_cycle
-from specq.agreement import LEVEL, compare, joint
+from specq.agreement import LEVEL, _hotelling, compare, joint
 from specq.errors import SpecqError
 from specq.kv import FORMATS, get_format
 from specq.kv.calibration import measure_range
@@ -390,6 +390,7 @@ def test_the_joint_test_finds_faults(pair, monkeypatch):
             :, 0
         ]
 
+    assert _hotelling(np.ones((30, 1)), np.ones(1))[2] == 0  # the same error in every document is one, too
     for fault in (rare, unnormalised):
         monkeypatch.setattr(specq.rollout, "verify_cycle", fault)
         assert joint([agreement(pair, setting(seed=s), BF16, 4) for s in (0, 1)]).p_value < LEVEL, fault.__name__
