@@ -371,7 +371,7 @@ def test_rollout_and_replay_agree(pair, scales):
     assert result.p_value > LEVEL and result.power > 0.9, result
 
 
-def agreement(pair, how, fmt, k, texts=64, tokens=40):
+def agreement(pair, how, fmt, k, texts=48, tokens=40):
     target, draft = pair
     arm = Arm.of(fmt, FP8)
     made = roll_out(target, draft, prompts_of(texts), arm, how, k=k, max_tokens=tokens, batch=texts)

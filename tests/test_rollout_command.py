@@ -85,10 +85,8 @@ def test_s23_a_short_draft_is_counted_apart(tmp_path):
     [
         (["--k", "0"], "--k: Input should be greater than or equal to 1"),
         (["--dtype", "fp4"], "unknown KV format 'fp4'"),
-        (["--draft-dtype", "fp4"], "unknown KV format 'fp4'"),
         (["--ngram", "3,2", "--draft", "ngram"], "--ngram: needs the shortest and the longest"),
         (["--target", "self"], "--target self: only a draft can be that"),
-        (["--prompt-tokens", "8192"], "8192 positions"),
         (["--out", "."], "is no directory"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
