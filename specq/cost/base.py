@@ -34,7 +34,8 @@ class FreeDraft:
 
     def __init__(self, cost: CostModel) -> None:
         self.cost, self.source, self.fixed = cost, cost.source, cost.fixed
-        self.details = cost.details | {"draft": "n-gram lookup runs no model; its time is taken as 0"}
+        note = "n-gram lookup runs no model: its time is taken as 0; a cycle it finds nothing for is charged K + 1 positions"
+        self.details = cost.details | {"draft": note}
 
     def step_time(self, kind: Kind, *case: object) -> float:
         """See CostModel."""
