@@ -108,7 +108,13 @@ def roll_out(
     log: list[dict[str, np.ndarray]] = []
     for start in range(0, len(prompts), batch):
         group = [
-            _Row(start + i, p, list(p.tokens), stream(setting.seed, "rollout", arm.name, k, p.id), np.zeros(k, int))
+            _Row(
+                start + i,
+                p,
+                list(p.tokens),
+                stream(setting.seed, "rollout", arm.name, setting.rule.name, k, p.id),
+                np.zeros(k, int),
+            )
             for i, p in enumerate(prompts[start : start + batch])
         ]
         running = _Batch(target, draft, group, made, setting, max_tokens, progress)
