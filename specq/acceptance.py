@@ -68,10 +68,7 @@ def score_positions(
         ratio = logp_drafted.exp()
     else:
         ratio = (logp_drafted - log_drafted).clamp(max=0.0).exp()
-    base = base_logp.exp()
-    gap = torch.where(base > 0, base_logp - logp, torch.zeros_like(logp))
     return PositionScores(
-        logp=logp.gather(-1, x)[:, 0],
         logq=logq.gather(-1, x)[:, 0],
         alpha=1.0 - 0.5 * (p - q).abs().sum(-1),
         alpha_greedy=p.gather(-1, top1[:, None])[:, 0],
@@ -79,10 +76,46 @@ def score_positions(
         draft_top1=top1,
         draft_token=drafted,
         ratio=ratio,
-        kl=(base * gap).sum(-1),
-        top1_agrees=logp.argmax(-1) == base_logp.argmax(-1),
-        entropy=-torch.where(p > 0, p * logp, torch.zeros_like(p)).sum(-1),
+        **_target_scores(logp, tokens, base_logp),
     )
+
+
+def _target_scores(logp: torch.Tensor, tokens: torch.Tensor, base_logp: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The columns that only the target decides."""
+    p, base = logp.exp(), base_logp.exp()
+    gap = torch.where(base > 0, base_logp - logp, torch.zeros_like(logp))
+    return {
+        "logp": logp.gather(-1, tokens[:, None])[:, 0],
+        "kl": (base * gap).sum(-1),
+        "top1_agrees": logp.argmax(-1) == base_logp.argmax(-1),
+        "entropy": -torch.where(p > 0, p * logp, torch.zeros_like(p)).sum(-1),
+    }
+
+
+def score_proposals(
+    logp: torch.Tensor, proposals: torch.Tensor, tokens: torch.Tensor, base_logp: torch.Tensor
+) -> tuple[PositionScores, torch.Tensor, torch.Tensor]:
+    """Scores of N positions whose proposal depends on the drafts accepted before it; q is one-hot, rules coincide.
+
+    Args:
+        logp, tokens, base_logp: as in `score_positions`.
+        proposals: the proposed token after 0, 1, .. accepted drafts, [N, D]; -1 where nothing is proposed.
+
+    Returns the scores of a proposal that opens its cycle (0 and -1 where there is none), and a and b by depth, [N, D].
+    """
+    a = torch.where(proposals >= 0, logp.gather(-1, proposals.clamp(min=0)).exp(), 0.0)
+    b = proposals == tokens[:, None]
+    scores = PositionScores(
+        logq=torch.where(b[:, 0], 0.0, float("-inf")),
+        alpha=a[:, 0],
+        alpha_greedy=a[:, 0],
+        alpha_strict=a[:, 0],
+        draft_top1=proposals[:, 0],
+        draft_token=proposals[:, 0],
+        ratio=a[:, 0],
+        **_target_scores(logp, tokens, base_logp),
+    )
+    return scores, a, b
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -101,31 +134,34 @@ def accepted_prefix(coins: torch.Tensor) -> torch.Tensor:
 
 
 def verify_cycle(
-    p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor, rule: Rule, generator: torch.Generator
+    p: torch.Tensor,
+    q: torch.Tensor | None,
+    drafted: torch.Tensor,
+    rule: Rule,
+    coins: torch.Tensor,
+    picks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One verification of B rows.
 
     Args:
         p: target distributions at the K drafted positions and the one after, [B, K + 1, V].
-        q: draft distributions at the K positions, [B, K, V] (ignored for a greedy draft, which counts as one-hot).
-        drafted: proposed tokens, [B, K].
+        q: draft distributions at the K positions, [B, K, V]; None for drafts that count as one-hot (greedy, n-gram).
+        drafted: proposed tokens, [B, K]; -1 from where on a row proposes nothing.
+        coins, picks: uniforms in [0, 1) for the verdicts [B, K] and for the target's own samples [B, K + 1].
 
-    Returns (accepted [B] in 0..K, next token [B]): the correction after a rejection, the bonus token otherwise.
+    Returns (accepted [B] in 0..K, next token [B]): the correction after a rejection, the target's own token where nothing
+    was proposed, the bonus token after K accepted drafts.
     """
     batch, k = drafted.shape
-    u = torch.rand(batch, k, generator=generator, dtype=torch.float64)
-    if rule.draft_sampling == "greedy":
-        q = torch.zeros_like(p[:, :k]).scatter_(-1, drafted[..., None], 1.0)
-    pick = torch.rand(batch * (k + 1), generator=generator, dtype=torch.float64)
+    row, proposed, at = torch.arange(batch, device=p.device), drafted >= 0, drafted.clamp(min=0)[..., None]
     if rule.verify == "strict":
-        own = inverse_cdf(p.flatten(0, 1), pick).view(batch, k + 1)
+        own = inverse_cdf(p.flatten(0, 1), picks.flatten()).view(batch, k + 1)
         accepted = accepted_prefix(own[:, :k] == drafted)
-        return accepted, own.gather(1, accepted[:, None])[:, 0]
-    at = drafted[..., None]
-    coins = u < (p[:, :k].gather(-1, at) / q.gather(-1, at))[..., 0]
-    accepted = accepted_prefix(coins)
-    row = torch.arange(batch)
-    stop = accepted.clamp(max=k - 1)
-    rejected = residual(p[row, stop], q[row, stop]) if k else p[:, 0]
-    final = torch.where((accepted < k)[:, None], rejected, p[row, accepted])
-    return accepted, inverse_cdf(final, pick[:batch])
+        return accepted, own[row, accepted]
+    if q is None or rule.draft_sampling == "greedy":
+        q = torch.zeros_like(p[:, :k]).scatter_(-1, at, 1.0)
+    ratio = (p[:, :k].gather(-1, at) / q.gather(-1, at))[..., 0]
+    accepted = accepted_prefix((coins < ratio) & proposed)
+    # Where nothing was proposed q is zero, so that the residual is p itself.
+    q = torch.cat([torch.where(proposed[..., None], q, 0.0), torch.zeros_like(p[:, :1])], dim=1)[row, accepted]
+    return accepted, inverse_cdf(residual(p[row, accepted], q), picks[row, accepted])

@@ -18,8 +18,8 @@ Columns = Mapping[str, np.ndarray]
 
 
 def by_text(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[sum of lengths] -> [longest, N], time first, zero beyond each text's length."""
-    out = np.zeros((int(lengths.max()), len(lengths)))
+    """[sum of lengths, ...] -> [longest, N, ...], time first, zero beyond each text's length."""
+    out = np.zeros((int(lengths.max()), len(lengths), *values.shape[1:]))
     starts = np.concatenate([[0], np.cumsum(lengths)])
     for i, n in enumerate(lengths):
         out[:n, i] = values[starts[i] : starts[i + 1]]
@@ -28,7 +28,7 @@ def by_text(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 @dataclass
 class ArmResult:
-    """One arm's chain and per-document sums over one set of texts."""
+    """One arm's chain and per-document sums over one set of texts; a and b are those of a cycle's first draft."""
 
     name: str
     result: chain.ChainResult
@@ -109,7 +109,7 @@ def analyse(
         c = b if name == base or name in sampled_own else chain.control(b0, a0, a)
         result = chain.run_chain(by_text(a, lengths), by_text(c, lengths), lengths, k_max)
         sums = stats.Sums(documents.sum(result.tokens), documents.sum(result.ends))
-        arms[name] = ArmResult(name, result, sums, a, b)
+        arms[name] = ArmResult(name, result, sums, *(x if x.ndim == 1 else x[:, 0] for x in (a, b)))
     resampler = stats.Resampler(documents.count, draws, seed)
     return Analysis(texts, lengths, tokens, documents, resampler, arms, base, k_max)
 

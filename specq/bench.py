@@ -4,6 +4,9 @@
     chain      the estimator for 64 texts x 512 positions and all K <= 16
     study      the default study of the embedded pair: seconds, peak memory, seconds of one more format
     tune       `specq tune` of a finished default study with two formats and twelve operating points
+    rollout    tokens per second of real speculative decoding in every format, K = 4; `rollout:cuda` on a GPU
+    agreement  rollouts of every format and rule at K = 1, 4, 8 against their replay, in one joint test (12 minutes, by name
+               only); `agreement:TEXTS:TOKENS` sets the size of each
     precision  27 prompts x 1500 prompt tokens x 512 new tokens at T = 1, K = 4: standard error of the FP8 shift, and
                INT8 and identity beside it; `precision:SEED` draws other documents and other noise
 
@@ -21,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from specq.bench_rollout import bench_agreement, bench_rollout
 from specq.errors import SpecqError
 
 
@@ -111,15 +115,18 @@ BENCHES: dict[str, Callable[..., dict]] = {
     "study": bench_study,
     "tune": bench_tune,
     "precision": bench_precision,
+    "rollout": bench_rollout,
+    "agreement": bench_agreement,
 }
+BY_NAME_ONLY = ("agreement",)
 
 
 def main(names: list[str]) -> None:
-    """Run the named benches (all by default) and print one JSON line each."""
+    """Run the named benches (all but BY_NAME_ONLY by default) and print one JSON line each."""
     unknown = sorted({n.split(":")[0] for n in names} - set(BENCHES))
     if unknown:
         raise SpecqError(f"unknown bench {', '.join(unknown)}; known are {', '.join(BENCHES)}")
-    for name in names or BENCHES:
+    for name in names or [n for n in BENCHES if n not in BY_NAME_ONLY]:
         name, *arguments = name.split(":")
         print(f"{name}: {BENCHES[name].__doc__.splitlines()[0]}", file=sys.stderr)
         print(json.dumps(BENCHES[name](*arguments)))

@@ -47,7 +47,11 @@ def study(
     pair: Annotated[str, typer.Option(help="Registered pair; `specq pairs` lists them.")] = "tiny",
     dtype: Annotated[list[str] | None, typer.Option(help="KV format to compare with BF16; repeat for more.")] = None,
     target: Annotated[str | None, typer.Option(help="Target model: directory or hub id.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft model: directory or hub id.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft: directory, hub id, self, or ngram.")] = None,
+    ngram: Annotated[str | None, typer.Option(help="Shortest and longest n-gram looked up; 2,5.")] = None,
+    random_weights: Annotated[
+        bool | None, typer.Option("--random-weights", help="Configurations alone, for memory and step times.")
+    ] = None,
     prompts: Annotated[str | None, typer.Option(help="Prompt file: .txt, .jsonl or .json.")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Prompts to use.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt in tokens.")] = None,
@@ -80,6 +84,7 @@ def study(
 
     options = {k: v for k, v in locals().items() if k not in ("out", "overwrite", "quiet", "dtype", "study_command")}
     options["batch"], options["context"] = _numbers(batch, "--batch"), _numbers(context, "--context")
+    options["ngram"] = _numbers(ngram, "--ngram")
     study_command(options, dtype or ["fp8"], out, overwrite, quiet)
 
 
@@ -157,8 +162,52 @@ def capacity(
 
 
 @app.command()
+def rollout(
+    pair: Annotated[str, typer.Option(help="Registered pair; `specq pairs` lists them.")] = "tiny",
+    dtype: Annotated[list[str] | None, typer.Option(help="KV format of the target's cache; repeat for more.")] = None,
+    draft_dtype: Annotated[str | None, typer.Option(help="KV format of the draft's cache (bf16), or same.")] = None,
+    k: Annotated[int | None, typer.Option(help="Drafted tokens per cycle.")] = None,
+    target: Annotated[str | None, typer.Option(help="Target model: directory or hub id.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft: directory, hub id, self, or ngram.")] = None,
+    ngram: Annotated[str | None, typer.Option(help="Shortest and longest n-gram looked up; 2,5.")] = None,
+    random_weights: Annotated[
+        bool | None, typer.Option("--random-weights", help="Configurations alone, for memory and step times.")
+    ] = None,
+    prompts: Annotated[str | None, typer.Option(help="Prompt file: .txt, .jsonl or .json.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Prompts to use.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt in tokens.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(help="Longest continuation in tokens.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Prompts decoded together.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Default: the target's generation_config, then 1.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 = off.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="1 = off.")] = None,
+    draft_sampling: Annotated[str | None, typer.Option(help="probabilistic, or greedy (vLLM's default).")] = None,
+    verify: Annotated[str | None, typer.Option(help="standard or strict.")] = None,
+    draft_transform: Annotated[str | None, typer.Option(help="same, or temperature (as vLLM: no top-k/top-p).")] = None,
+    query_dtype: Annotated[str | None, typer.Option(help="auto (as vLLM), bf16 or fp8.")] = None,
+    calibrate: Annotated[str | None, typer.Option(help="Prompt file to take static scales from.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
+    replay: Annotated[bool | None, typer.Option(help="Check against the replay of the emitted text.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Output directory; default runs/rollout-<pair>-<dtype>-k<K>.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a rollout of another configuration.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, for logs.")] = False,
+) -> None:
+    """Decode speculatively for real, over quantized caches, and log every drafted token."""
+    from specq.rollout_command import rollout_command
+
+    options = {n: v for n, v in locals().items() if n not in ("out", "overwrite", "quiet", "dtype", "rollout_command")}
+    options["ngram"] = _numbers(ngram, "--ngram")
+    rollout_command(options, dtype or ["fp8"], out, overwrite, quiet)
+
+
+@app.command()
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(help="help, chain, study, tune, precision[:SEED].")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="help, chain, study, tune, precision[:SEED], rollout, agreement.")
+    ] = None,
 ) -> None:
     """Benchmark specq itself on this machine; one JSON line each."""
     from specq.bench import main as run_benches
@@ -182,7 +231,7 @@ def pairs() -> None:
     from specq.pairs import registry
 
     for p in registry().values():
-        where = " and ".join("embedded" if s.local else s.source for s in (p.target, p.draft))
+        where = " and ".join("embedded" if s.local and s.is_model else s.source for s in (p.target, p.draft))
         typer.echo(f"{p.name:<18} {p.summary}\n{'':<18} {where if where != 'embedded and embedded' else 'embedded'}")
 
 

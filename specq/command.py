@@ -22,6 +22,7 @@ def resolve(options: dict[str, Any], dtypes: list[str]) -> tuple[StudyConfig, di
     pair = pairs.find(options["pair"], options["target"], options["draft"])
     from specq.kv import get_format
 
+    dtypes = resolve_auto(pair, dtypes)
     names = {get_format(d).name: d.strip().lower() for d in reversed(dtypes)}
     given = {k: v for k, v in options.items() if v is not None}
     given = pair.defaults | given | {"dtypes": tuple(get_format(d).name for d in dtypes), "pair": pair.name}
@@ -32,6 +33,17 @@ def resolve(options: dict[str, Any], dtypes: list[str]) -> tuple[StudyConfig, di
     config = make_config(**given)
     parse_version(config.vllm_version)
     return config, {name: names[name] for name in config.dtypes}
+
+
+def resolve_auto(pair: pairs.Pair, dtypes: list[str]) -> list[str]:
+    """The formats with `auto` replaced by what the target's checkpoint makes of it, as a server would."""
+    if "auto" not in {d.strip().lower() for d in dtypes}:
+        return dtypes
+    from specq.weights import auto_kv_format
+
+    path = Path(pairs.locate(pair)[0]) / "config.json"
+    meant = auto_kv_format(files.read_json(path)) if path.is_file() else "bf16"
+    return [meant if d.strip().lower() == "auto" else d for d in dtypes]
 
 
 def study_command(options: dict[str, Any], dtypes: list[str], out: Path | None, overwrite: bool, quiet: bool) -> None:
@@ -120,14 +132,14 @@ def answer_table(rec: Recommendation) -> Table:
         rows.append(("shift on own text", f"{_number(rec.mu_shift_own.value)} {_interval(rec.mu_shift_own.ci95)}"))
     gain = rec.speedup
     percent = [None if x is None else 100 * x for x in gain.ci95]
-    rows.append(
-        (
-            "num_speculative_tokens",
-            f"{rec.recommended_num_speculative_tokens} recommended, {rec.current_num_speculative_tokens} now; speedup"
-            f" {gain.dtype_at_recommended:.2f}x against {gain.dtype_at_current:.2f}x ({100 * gain.retuning_gain:+.1f} %"
-            f" {_interval(percent, 1)}, cost {rec.cost.source})",
-        )
+    k_row = (
+        f"{rec.recommended_num_speculative_tokens} recommended, {rec.current_num_speculative_tokens} now; speedup"
+        f" {gain.dtype_at_recommended:.2f}x against {gain.dtype_at_current:.2f}x ({100 * gain.retuning_gain:+.1f} %"
+        f" {_interval(percent, 1)}, cost {rec.cost.source})"
     )
+    if any(v.code == "random_weights" for v in rec.verdicts):
+        k_row = f"none recommended, {rec.current_num_speculative_tokens} now"
+    rows.append(("num_speculative_tokens", k_row))
     if rec.target_kv_dtype != "bf16":
         rows += _speed_rows(rec)
     rows.append(("decision", rec.decision))

@@ -18,7 +18,8 @@ from specq.rules import Rule
 class Material:
     """What was measured: the main texts' analysis and columns, and each format's own text where there is one.
 
-    `kind` says what the main texts are: "same" or "given". `own` maps format names to analyses on their own text.
+    `kind` says what the main texts are: "same" or "given". `own` maps format names, and the null arm's, to analyses on
+    their own text.
     """
 
     kind: str
@@ -28,9 +29,11 @@ class Material:
 
     @property
     def paired(self) -> dict[str, Analysis]:
-        """Per format with own text: baseline and null on the baseline's text, the format's arms on their own."""
-        base = {name: self.main.arms[name] for name in (BASE, NULL)}
-        return {f: replace(self.main, arms=a.arms | base) for f, a in self.own.items()}
+        """Per format with own text: the baseline on its text, the null arm and the format's arms each on their own."""
+        if not self.own:
+            return {}
+        base = {BASE: self.main.arms[BASE], NULL: self.own[NULL].arms[NULL]}
+        return {f: replace(self.main, arms=a.arms | base) for f, a in self.own.items() if f != NULL}
 
 
 @dataclass

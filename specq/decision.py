@@ -1,6 +1,6 @@
 """What to do: the K for every operating point, the schedule by batch size, and whether the format pays."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -12,6 +12,8 @@ from specq.cost import CostModel, Operating
 from specq.cost.base import Scaled
 from specq.errors import SpecqError
 from specq.kv import KVFormat, get_format
+from specq.ngram import NgramLookup
+from specq.outliers import Outlier
 from specq.rules import Transform
 from specq.shape import ModelShape
 from specq.tune import (
@@ -39,7 +41,8 @@ class StudyFacts:
     """What every format of a study shares: names, shapes, sampling, vocabulary sizes, where the scales came from.
 
     `warnings` are keyed by format name, those of the whole study by None. `native_fp8` says whether the accelerator decided
-    for has FP8 units, None where that is not known; `server` is the GPUs decided for, where the cost names any.
+    for has FP8 units, None where that is not known; `server` is the GPUs decided for, where the cost names any. `outliers`
+    are the target's key channels far above their head's median; `lookup` is set where the draft is no model.
     """
 
     config: StudyConfig
@@ -47,7 +50,7 @@ class StudyFacts:
     target: str
     draft: str
     target_shape: ModelShape
-    draft_shape: ModelShape
+    draft_shape: ModelShape | None
     transform: Transform
     target_vocab: int
     draft_vocab: int
@@ -55,6 +58,8 @@ class StudyFacts:
     warnings: dict[str | None, list[str]]
     native_fp8: bool | None = None
     server: Server | None = None
+    outliers: list[Outlier] = field(default_factory=list)
+    lookup: NgramLookup | None = None
 
 
 @dataclass
@@ -216,7 +221,7 @@ def decide(facts: StudyFacts, analysis: Analysis, fmt: KVFormat, cost: CostModel
     if action == "measure_more":
         made.more_prompts = more_prompts(analysis.documents.count, pay, interval, timing_only)
     made.sentence = sentence(facts, made, cost.source, kv_share(facts.target_shape, fmt), timing_only)
-    return made
+    return withheld(made, config) if config.random_weights else made
 
 
 def _fits(facts: StudyFacts, fmt: KVFormat) -> tuple[int, int] | None:
@@ -274,6 +279,21 @@ def _capacity(facts: StudyFacts, speeds: Speeds, fits: tuple[int, int] | None) -
         found.ratio, draws = tokens_ratio(mine, base, mine.best, base.best)
         found.ratio_ci95 = quantile_interval(draws)
     return found
+
+
+def withheld(made: Decision, config: StudyConfig) -> Decision:
+    """The same figures without a recommendation, for random weights: K stays what it is."""
+    current = config.current_k
+    return replace(
+        made,
+        recommended=current,
+        action="keep",
+        more_prompts=None,
+        schedule=schedule([(b, current) for b in sorted(set(config.batch))]),
+        gain=retuning(made.curve, current, current),
+        sentence="no recommendation: the weights are random, so acceptance and every speedup from it mean nothing; memory and"
+        " step times do",
+    )
 
 
 def kv_share(shape: ModelShape, fmt: KVFormat) -> float:

@@ -15,6 +15,8 @@ import numpy as np
 from specq.errors import SpecqError
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from specq.prompts import Text
 
 
@@ -60,21 +62,21 @@ def write_parquet(path: Path, columns: Mapping[str, Sequence], metadata: Mapping
     pq.write_table(table, path, compression="zstd")
 
 
-def refuse_foreign(out: Path) -> None:
-    """Raises SpecqError when `out` holds something that is no study, which nothing here may replace."""
-    if out.exists() and not (out / "study.json").is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise SpecqError(f"{out} exists and is no study; choose another --out")
+def refuse_foreign(out: Path, summary: str = "study.json") -> None:
+    """Raises SpecqError when `out` holds something else than what `summary` belongs to, which nothing here may replace."""
+    if out.exists() and not (out / summary).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise SpecqError(f"{out} exists and is no {Path(summary).stem}; choose another --out")
 
 
 @contextmanager
-def whole_directory(out: Path, overwrite: bool) -> Iterator[Path]:
+def whole_directory(out: Path, overwrite: bool, summary: str = "study.json") -> Iterator[Path]:
     """Work in `<out>.partial/` and rename it to `out` when the block ends without an exception.
 
     On a failure the partial directory is removed and `out` stays as it was. A second study into the same directory is
-    refused while the first one runs; what a killed one left is cleared. `overwrite` replaces studies only: any other
-    directory that holds something is refused.
+    refused while the first one runs; what a killed one left is cleared. `overwrite` replaces its own kind only, known by the
+    file `summary`: any other directory that holds something is refused.
     """
-    refuse_foreign(out)
+    refuse_foreign(out, summary)
     partial = out.with_name(out.name + ".partial")
     with _sole_writer(out):
         yield from _work_in(partial, out, overwrite)
@@ -153,11 +155,21 @@ def write_positions(path: Path, everything: Sequence[tuple]) -> None:
             rows = {"arm": np.full(int(lengths.sum()), arm)} | shared | dict(cols) | {"b": done.arms[arm].b}
             for name, values in rows.items():
                 parts.setdefault(name, []).append(np.asarray(values))
-    write_parquet(path, {name: np.concatenate(chunks) for name, chunks in parts.items()})
+    write_parquet(path, {name: _rows(np.concatenate(chunks)) for name, chunks in parts.items()})
+
+
+def _rows(values: np.ndarray) -> "np.ndarray | pa.Array":
+    """A parquet column; [rows, n] becomes lists of fixed length n."""
+    import pyarrow as pa
+
+    return values if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(values.ravel(), values.shape[1])
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-    """A parquet file's columns (all by default) in the order of its rows; SpecqError when it is missing or damaged."""
+    """A parquet file's columns (all by default) in the order of its rows; lists of fixed length n become [rows, n].
+
+    Raises SpecqError when it is missing or damaged.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -167,4 +179,11 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> dict[str, 
         raise SpecqError(f"cannot read {path}: {error.strerror or error}") from error
     except pa.ArrowInvalid as error:
         raise SpecqError(f"{path} is damaged: {error}") from error
-    return {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
+    out = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if pa.types.is_fixed_size_list(column.type):
+            flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+            out[name] = flat.reshape(-1, column.type.list_size)
+        else:
+            out[name] = column.to_numpy(zero_copy_only=False)
+    return out

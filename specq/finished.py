@@ -12,16 +12,19 @@ from specq import files
 from specq.analysis import NULL, Analysis, Columns, analyse
 from specq.conclude import Material
 from specq.config import DRAWS, StudyConfig, cost_digest, validated
-from specq.cost import CostModel
+from specq.cost import CostModel, FreeDraft
 from specq.cost.spec import build, from_study, parse_cost
 from specq.decision import StudyFacts
 from specq.errors import SpecqError
+from specq.ngram import NgramLookup
+from specq.outliers import Outlier
 from specq.prompts import Prompt, Text
 from specq.rules import Rule, Transform
 from specq.shape import ModelShape
 
 # what the estimator and the tables need of positions.parquet
 COLUMNS = ("logp", "logq", "alpha", "alpha_greedy", "alpha_strict", "draft_top1")
+DEPTH_COLUMNS = ("alpha_by_depth", "b_by_depth")  # beside them where the draft is a lookup
 
 
 @dataclass
@@ -32,7 +35,7 @@ class Finished:
     study: dict
     config: StudyConfig
     material: Material
-    shapes: tuple[ModelShape, ModelShape]  # target's, draft's
+    shapes: tuple[ModelShape, ModelShape | None]  # target's, draft's (None where it is no model)
 
     def facts(self, config: StudyConfig) -> StudyFacts:
         """The study's facts, decided under another configuration (cost, batch, context, current K, objective)."""
@@ -52,13 +55,24 @@ class Finished:
             warnings={None: list(study["warnings"])} | {n: list(w) for n, w in study["warnings_by_format"].items()},
             native_fp8=spec.gpu.fp8 if spec.gpu else study["native_fp8"],
             server=spec.server,
+            outliers=[Outlier(**o) for o in study["key_outliers"]],
+            lookup=self.lookup,
         )
+
+    @property
+    def lookup(self) -> NgramLookup | None:
+        """The draft where it is no model."""
+        return None if self.shapes[1] else NgramLookup(*self.config.ngram)
 
     def cost(self, config: StudyConfig) -> CostModel:
         """The cost model that `config` names; `measured` is the table that the study measured."""
-        spec = parse_cost(config.cost)
+        cost = self._model_cost(config)
+        return FreeDraft(cost) if self.lookup else cost
+
+    def _model_cost(self, config: StudyConfig) -> CostModel:
+        spec, (target, draft) = parse_cost(config.cost), self.shapes
         if spec.kind != "measured":
-            return build(spec, *self.shapes)
+            return build(spec, target, draft or target)
         if self.study["cost"]["source"] != "measured":
             raise SpecqError(
                 f"{self.folder} measured no step times (its cost is {self.study['cost']['source']}); give --cost"
@@ -74,8 +88,10 @@ def load(folder: Path) -> Finished:
     study = files.read_json(folder / "study.json")
     try:
         config = StudyConfig(**study["configuration"])
-        target, draft = (ModelShape.from_dict(study["pair"][side]["shape"]) for side in ("target", "draft"))
-        return Finished(folder, study, config, _material(folder, study, config), (target, draft))
+        target = ModelShape.from_dict(study["pair"]["target"]["shape"])
+        draft = study["pair"]["draft"].get("shape")
+        shapes = target, draft and ModelShape.from_dict(draft)
+        return Finished(folder, study, config, _material(folder, study, config), shapes)
     except (KeyError, ValidationError, TypeError) as error:
         why = str(error).splitlines()[0]
         raise SpecqError(f"{folder} was written by another version of specq ({why}): run the study again") from error
@@ -83,14 +99,15 @@ def load(folder: Path) -> Finished:
 
 def _material(folder: Path, study: dict, config: StudyConfig) -> Material:
     sets = _texts(files.read_parquet(folder / "texts.parquet"), study["prompts"]["kept"])
-    rows = files.read_parquet(folder / "positions.parquet", [*COLUMNS, "arm", "text"])
+    columns = COLUMNS if "shape" in study["pair"]["draft"] else (*COLUMNS, *DEPTH_COLUMNS)
+    rows = files.read_parquet(folder / "positions.parquet", [*columns, "arm", "text"])
     shapes = [_columns(rows, study["text"], None)]
-    if config.text in ("own", "both"):
-        shapes += [_columns(rows, "own", name) for name in config.dtypes]
+    names = (NULL, *config.dtypes) if config.text in ("own", "both") else ()
+    shapes += [_columns(rows, "own", name) for name in names]
     if len(sets) != len(shapes):
         raise SpecqError(f"{folder} is damaged: {len(sets)} sets of texts where {len(shapes)} were scored")
     done = [_analyse(texts, columns, config) for texts, columns in zip(sets, shapes, strict=True)]
-    own = dict(zip(config.dtypes, done[1:], strict=False))
+    own = dict(zip(names, done[1:], strict=True))
     return Material(study["text"], done[0], shapes[0], own)
 
 
@@ -109,13 +126,14 @@ def _columns(rows: Mapping[str, np.ndarray], kind: str, fmt: str | None) -> dict
     of_kind = rows["text"] == kind
     arms = dict.fromkeys(rows["arm"][of_kind].tolist())
     wanted = [a for a in arms if fmt is None or a.split("+")[0] == fmt]
-    return {a: {c: rows[c][of_kind & (rows["arm"] == a)] for c in COLUMNS} for a in wanted}
+    logged = [c for c in (*COLUMNS, *DEPTH_COLUMNS) if c in rows]
+    return {a: {c: rows[c][of_kind & (rows["arm"] == a)] for c in logged} for a in wanted}
 
 
 def _analyse(texts: list[Text], columns: dict[str, Columns], config: StudyConfig) -> Analysis:
     """As the study did: the first arm sampled the texts, and so did those with the same target format."""
     base = next(iter(columns))
-    writers = tuple(a for a in columns if a != NULL and a.split("+")[0] == base.split("+")[0])
+    writers = tuple(a for a in columns if a == base or (a != NULL and a.split("+")[0] == base.split("+")[0]))
     rule = Rule(config.draft_sampling, config.verify)
     return analyse(texts, columns, base, rule, config.k_max, seed=config.seed, draws=DRAWS, sampled_own=writers)
 

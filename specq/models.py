@@ -7,7 +7,10 @@ and the static KV scales of its checkpoint. `check_pair` decides whether two mod
 import inspect
 import json
 import re
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from specq import weights
 from specq.errors import SpecqError
 from specq.kv import KVFormat, attention
 from specq.kv.cache import LayerScales, QuantizedCache, QuantizedLayer
@@ -50,8 +54,9 @@ def geometry_of(config: Any) -> Geometry:  # noqa: ANN401 - transformers configs
     Raises SpecqError for latent-attention (MLA) models, whose cache is not K and V per head.
     """
     text = config.get_text_config()
-    if getattr(text, "kv_lora_rank", None) is not None:
-        raise SpecqError("models with latent KV attention (kv_lora_rank, MLA) are not supported: their cache is no K/V")
+    for key in ("kv_lora_rank", "qk_rope_head_dim"):
+        if getattr(text, key, None) is not None:
+            raise SpecqError(f"models with latent KV attention ({key}, MLA) are not supported: their cache is no K/V")
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -64,7 +69,8 @@ class LoadedModel:
     """A model ready to score.
 
     `width` is the number of logits per position; `scales` has one LayerScales per layer (1.0 where nothing was given);
-    `sampling_defaults` are the temperature, top_k and top_p of its generation_config, where it has any.
+    `sampling_defaults` are the temperature, top_k and top_p of its generation_config, where it has any. `tokenizer` is None
+    where the weights are random; `weight_quantization` names how the checkpoint's weights are quantized, if they are.
     """
 
     name: str
@@ -77,6 +83,7 @@ class LoadedModel:
     compute_dtype: torch.dtype
     checkpoint_dtype: str
     parameters: int
+    weight_quantization: str | None = None
     cache_keyword: str = field(default="cache")
 
     @property
@@ -113,9 +120,14 @@ class LoadedModel:
     ) -> torch.Tensor:
         """Feed `tokens` [B, q] behind what `cache` holds and commit `counts` of them per row (all by default).
 
-        Returns the logits [B, q or `keep` last, width] in the compute dtype.
+        Returns the logits [B, q or `keep` last, width] in the compute dtype. Raises ValueError when committed tokens would
+        stand beyond the model's positions; padding there is given the last one, since learned positions have no more.
         """
-        positions = cache.lengths[:, None] + torch.arange(tokens.shape[1])
+        counts = tokens.shape[1] if counts is None else counts
+        last = self.geometry.max_positions - 1
+        if int((cache.lengths + counts).max()) > last + 1:
+            raise ValueError(f"{self.name} has {last + 1} positions and was fed more tokens")
+        positions = (cache.lengths[:, None] + torch.arange(tokens.shape[1])).clamp(max=last)
         out = self.model(
             input_ids=tokens.to(self.device),
             position_ids=positions.to(self.device),
@@ -123,8 +135,26 @@ class LoadedModel:
             logits_to_keep=keep,
             **{self.cache_keyword: cache},
         )
-        cache.advance(tokens.shape[1] if counts is None else counts)
+        cache.advance(counts)
         return out.logits
+
+    def prefill(
+        self,
+        rows: Sequence[Sequence[int]],
+        cache: QuantizedCache,
+        chunk: int = 512,
+        progress: Callable[[float], None] = lambda done: None,
+    ) -> None:
+        """Feed all but the last token of every row, which opens decoding, in chunks; `progress` takes tokens done."""
+        width = max(map(len, rows)) - 1
+        padded = torch.zeros(len(rows), width, dtype=torch.long)
+        for i, ids in enumerate(rows):
+            padded[i, : len(ids) - 1] = torch.tensor(ids[:-1])
+        body = torch.tensor([len(ids) - 1 for ids in rows])
+        for at in range(0, width, chunk):
+            counts = (body - at).clamp(0, min(chunk, width - at))
+            self.forward(padded[:, at : at + chunk], cache, counts, keep=1)
+            progress(float(counts.sum()))
 
 
 def _checkpoint_scales(path: Path, layers: int) -> list[LayerScales]:
@@ -147,8 +177,9 @@ def _checkpoint_scales(path: Path, layers: int) -> list[LayerScales]:
 
 
 def _read_tokenizer(source: str) -> Any:  # noqa: ANN401
+    where, more = weights.gguf_arguments(source)
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(where, **more)
     except Exception as error:  # transformers raises many kinds here; the reason is in the text
         raise SpecqError(f"no usable tokenizer in {source}: {_first_line(error)}") from error
 
@@ -157,32 +188,66 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def load(source: str, device: str = "cpu") -> LoadedModel:
-    """Load a model directory (or an already downloaded hub id) with specq's attention.
-
-    On a CPU it computes in float32, on a GPU in the checkpoint's dtype. Raises SpecqError with the reason when the
-    directory holds no loadable causal LM.
-    """
+def _prepare() -> None:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     attention.register()
+
+
+def load_random(name: str, config: Any, device: str = "cpu", seed: int = 0) -> LoadedModel:  # noqa: ANN401
+    """A model of a transformers config with random weights and no tokenizer: for memory and step times, not for text."""
+    _prepare()
+    geometry = geometry_of(config)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    model = model.eval().requires_grad_(False)
+    accepted = inspect.signature(model.forward).parameters
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=None,
+        geometry=geometry,
+        scales=[LayerScales() for _ in range(geometry.layers)],
+        eos_ids=frozenset(),
+        sampling_defaults={},
+        compute_dtype=dtype,
+        checkpoint_dtype="random",
+        parameters=sum(p.numel() for p in model.parameters()),
+        cache_keyword="cache" if "cache" in accepted else "past_key_values",
+    )
+
+
+def load(source: str, device: str = "cpu") -> LoadedModel:
+    """Load a model directory, a .gguf file or an already downloaded hub id with specq's attention.
+
+    On a CPU it computes in float32, on a GPU in the checkpoint's dtype. Raises SpecqError with the reason when the
+    directory holds no loadable causal LM, or quantized weights that would not run as they are.
+    """
+    _prepare()
+    where, more = weights.gguf_arguments(source)
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(where, **more)
     except Exception as error:
         raise SpecqError(f"cannot read a model configuration from {source}: {_first_line(error)}") from error
     geometry = geometry_of(config)
+    weights.refuse_dequantized(config, device, source)
+    quantization = weights.quantization_of(config, source)
     stated = getattr(config, "dtype", None)
     dtype = torch.float32 if device == "cpu" else (stated or torch.bfloat16)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention.NAME,
-            use_safetensors=True,
-        )
+        with redirect_stderr(StringIO()) if more else nullcontext():  # its bar for GGUF files cannot be switched off
+            model = AutoModelForCausalLM.from_pretrained(
+                where,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention.NAME,
+                **(more or {"use_safetensors": True}),
+            )
     except Exception as error:
         raise SpecqError(f"cannot load the weights in {source}: {_first_line(error)}") from error
+    weights.check_still_quantized(model, quantization, source)
     model = model.eval().requires_grad_(False).to(device)
     accepted = inspect.signature(model.forward).parameters
     generation = model.generation_config
@@ -201,6 +266,7 @@ def load(source: str, device: str = "cpu") -> LoadedModel:
         compute_dtype=dtype,
         checkpoint_dtype=str(stated).removeprefix("torch."),
         parameters=sum(p.numel() for p in model.parameters()),
+        weight_quantization=quantization,
         cache_keyword="cache" if "cache" in accepted else "past_key_values",
     )
 
@@ -223,8 +289,11 @@ def check_pair(target: LoadedModel, draft: LoadedModel) -> Vocabulary:
     """Common vocabulary of two models.
 
     Raises SpecqError when their token maps differ, naming the first differing id and both strings, or when their
-    special tokens do.
+    special tokens do. Models without tokenizers (random weights) share the ids both have logits for.
     """
+    if target.tokenizer is None or draft.tokenizer is None:
+        size = min(target.geometry.vocab, draft.geometry.vocab)
+        return Vocabulary(size, size, target.geometry.vocab, draft.geometry.vocab)
     a, b = ({i: t for t, i in m.tokenizer.get_vocab().items()} for m in (target, draft))
     for i in sorted(a.keys() | b.keys()):
         if a.get(i) != b.get(i):

@@ -14,6 +14,8 @@ from specq.errors import SpecqError
 _PACKAGE = Path(__file__).parent
 _CHECKOUT = _PACKAGE.parent / "studies"
 STUDIES = _CHECKOUT if (_CHECKOUT / "pairs.toml").is_file() else _PACKAGE / "_studies"
+# Drafts without weights of their own: the target with a cheaper KV format, and lookup of repeated n-grams.
+SELF, NGRAM = "self", "ngram"
 DEFAULT_PROMPTS = STUDIES / "tiny_pair" / "heldout.jsonl.xz"
 
 
@@ -29,6 +31,7 @@ class Shape:
     head_dim: int
     vocab: int
     tied: bool
+    model_type: str = "llama"
     positions: int | None = None
 
     @property
@@ -46,11 +49,20 @@ class Shape:
 
 @dataclass(frozen=True)
 class Side:
-    """One model of a pair: a local path or a hub id, and its shape where registered."""
+    """One model of a pair: a local path, a hub id or a PyPI package with a GGUF file, and its shape where registered.
+
+    As a draft, `source` may be SELF or NGRAM, which are no models of their own.
+    """
 
     source: str
     local: bool
     shape: Shape | None = None
+    package: bool = False
+
+    @property
+    def is_model(self) -> bool:
+        """Whether there are weights of its own to load."""
+        return self.source not in (SELF, NGRAM)
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,11 @@ class Pair:
 
 
 def _side(entry: dict) -> Side:
+    if "kind" in entry:
+        return Side(entry["kind"], True)
     shape = Shape(**entry["geometry"])
+    if "package" in entry:
+        return Side(entry["package"], False, shape, package=True)
     return Side(str(STUDIES / entry["path"]), True, shape) if "path" in entry else Side(entry["hub"], False, shape)
 
 
@@ -81,6 +97,8 @@ def registry() -> dict[str, Pair]:
 def find(name: str | None, target: str | None, draft: str | None) -> Pair:
     """The pair called `name`, with either side replaced by a path or hub id. Raises SpecqError listing known pairs."""
     known = registry()
+    if target in (SELF, NGRAM):
+        raise SpecqError(f"--target {target}: only a draft can be that; give a model directory or a hub id")
     if target and draft:
         return Pair(f"{Path(target).name}+{Path(draft).name}", "given on the command line", _free(target), _free(draft))
     if name not in known:
@@ -98,7 +116,9 @@ def find(name: str | None, target: str | None, draft: str | None) -> Pair:
 
 
 def _free(source: str) -> Side:
-    if Path(source).is_dir():
+    if source in (SELF, NGRAM):
+        return Side(source, True)
+    if Path(source).is_dir() or (source.endswith(".gguf") and Path(source).is_file()):
         return Side(source, True)
     looks_local = source.startswith((".", "/", "~")) or source.count("/") != 1
     if looks_local:
@@ -107,9 +127,20 @@ def _free(source: str) -> Side:
 
 
 def locate(pair: Pair) -> tuple[str, str]:
-    """Directories of target and draft. Raises SpecqError that says what the pair needs when one cannot be had."""
+    """Directories of target and draft (SELF or NGRAM where the draft is one of those).
+
+    Raises SpecqError that says what the pair needs when one cannot be had.
+    """
     found, reasons = [], []
     for side in (pair.target, pair.draft):
+        if not side.is_model or (side.local and side.source.endswith(".gguf")):
+            found.append(side.source)
+            continue
+        if side.package:
+            from specq.weights import packaged_gguf
+
+            found.append(packaged_gguf(side.source))
+            continue
         if side.local:
             if not (Path(side.source) / "config.json").is_file():
                 raise SpecqError(f"no config.json in {side.source}: this is not a model directory")
@@ -142,6 +173,8 @@ def needs(pair: Pair) -> str:
     lines = [f"the weights of pair {pair.name!r} are not on this machine"]
     total = 0
     for role, side in (("target", pair.target), ("draft", pair.draft)):
+        if not side.is_model:
+            continue
         if side.shape is None:
             lines.append(f"  {role}: {side.source}")
             continue

@@ -54,6 +54,9 @@ def _vllm(
     facts: StudyFacts, fmt: KVFormat, plan: list[list[int]], surv: np.ndarray, warnings: list[str]
 ) -> VllmBlock | None:
     config = facts.config
+    if config.random_weights:
+        warnings.append("nothing is written for vLLM: random weights allow no recommendation")
+        return None
     if fmt.vllm is None:
         warnings.append(f"vLLM has no KV cache format like {fmt.name}; nothing is written for it")
         return None
@@ -64,11 +67,11 @@ def _vllm(
         return None
     if config.verify == "strict":
         warnings.append("vLLM verifies with min(1, p/q), not strictly: these figures are not a prediction for it")
-    if config.draft_transform == "same" and facts.transform.truncates:
+    if facts.lookup is None and config.draft_transform == "same" and facts.transform.truncates:
         warnings.append(
             "vLLM gives its draft the temperature only; with top-k or top-p use --draft-transform temperature to predict it"
         )
-    if parse_version(config.vllm_version) < DRAFT_KV_CACHE_DTYPE_SINCE and fmt.name != "bf16":
+    if facts.lookup is None and parse_version(config.vllm_version) < DRAFT_KV_CACHE_DTYPE_SINCE and fmt.name != "bf16":
         warnings.append(
             f"vLLM {config.vllm_version} cannot set the draft's KV format: its draft inherits {fmt.vllm}, which is"
             " mu_shift_inherited_draft here"
@@ -78,6 +81,7 @@ def _vllm(
         version=config.vllm_version,
         target=facts.target,
         draft=facts.draft,
+        lookup=facts.lookup,
         fmt=fmt,
         draft_fmt=get_format("bf16"),
         schedule=plan,
@@ -130,7 +134,7 @@ def recommend(
         target=facts.target,
         draft=facts.draft,
         target_kv_dtype=fmt.name,
-        draft_kv_dtype="bf16",
+        draft_kv_dtype="bf16" if facts.lookup is None else "none",
         vllm_kv_cache_dtype=fmt.vllm,
         sampling=Sampling(
             temperature=facts.transform.temperature,

@@ -57,9 +57,12 @@ class Rule:
 def acceptance_terms(scores: Mapping[str, np.ndarray], tokens: np.ndarray, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
     """(a, b) of every position under `rule` in float64, from logged columns [N] (arrays, or tensors on the CPU).
 
-    b has limit values where a token lies outside a support: 1 where p(x) = 0 < q(x), and 0 where both are 0.
+    Where proposals depend on the drafts accepted before them, each is [N, depth], under every rule alike. b has limit values
+    where a token lies outside a support: 1 where p(x) = 0 < q(x), and 0 where both are 0.
     """
     column = lambda name: np.asarray(scores[name], dtype=float)  # noqa: E731
+    if "alpha_by_depth" in scores:
+        return column("alpha_by_depth"), column("b_by_depth")
     if rule.draft_sampling == "greedy":
         return column("alpha_greedy"), (np.asarray(tokens) == np.asarray(scores["draft_top1"])).astype(float)
     logq = column("logq")

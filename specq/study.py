@@ -16,7 +16,7 @@ from specq.analysis import BASE, NULL, Analysis
 from specq.chain import edge_bias
 from specq.conclude import Conclusion, Material, conclude
 from specq.config import DRAWS, StudyConfig
-from specq.cost import CostModel, Operating, cycle_times, measured
+from specq.cost import CostModel, FreeDraft, Operating, cycle_times, measured
 from specq.cost.spec import build, parse_cost
 from specq.decision import StudyFacts
 from specq.errors import SpecqError
@@ -32,6 +32,7 @@ from specq.inputs import (
     round_query_policy,
 )
 from specq.kv import KVFormat, get_format
+from specq.outliers import find_outliers
 from specq.progress import Reporter
 from specq.prompts import Prompt, PromptReport, Text, read_records
 from specq.replay import ALTERNATIVE, Arm, ReplayResult, Setting, score_texts
@@ -63,7 +64,11 @@ class TextSet:
 
 @dataclass
 class Study:
-    """A study in memory. `own` holds each format's own text; `paired` that text's arms beside the baseline's."""
+    """A study in memory.
+
+    `own` holds each format's own text, and under NULL the baseline's own text in the null arm's order of arithmetic;
+    `paired` holds a format's arms on its own text beside the baseline and that null arm.
+    """
 
     config: StudyConfig
     directories: dict[str, str]
@@ -106,11 +111,13 @@ class Stopwatch:
 
 
 def sample(
-    config: StudyConfig, models: Models, prompts: list[Prompt], fmt: KVFormat, setting: Setting, reporter: Reporter
+    config: StudyConfig, models: Models, prompts: list[Prompt], arm: Arm, setting: Setting, reporter: Reporter
 ) -> list[Text]:
-    """Texts of one target format over its own cache."""
+    """Texts of an arm's target over its own cache, in the arm's order of arithmetic."""
+    fmt, order = arm.target.format, arm.target.order
     total = sum(len(p.tokens) - 1 for p in prompts) + len(prompts) * config.output_tokens
-    with reporter.task(f"sampling text, {fmt.name} cache", total) as done:
+    what = "null arm" if arm.name == NULL else f"{fmt.name} cache"
+    with reporter.task(f"sampling text, {what}", total) as done:
         return sample_texts(
             models.target,
             prompts,
@@ -119,15 +126,26 @@ def sample(
             vocabulary=models.vocabulary.size,
             max_tokens=config.output_tokens,
             seed=config.seed,
-            arm=f"{fmt.name}+bf16",
+            arm=arm.name,
+            batch=order.batch,
+            chunk=order.prefill,
+            splits=order.splits,
             scales=setting.scales.get(("target", fmt.name)),
             round_query=setting.round_query(fmt),
             progress=done,
         )
 
 
+BASELINE, ALTERNATE = Arm.of(BF16, BF16), Arm.of(BF16, BF16, ALTERNATIVE, NULL)
+
+
 def arms_of(fmt: KVFormat) -> list[Arm]:
-    """The two arms of a format: the target's cache alone, and both."""
+    """The arms of a format on a text it shares: the target's cache alone, both caches, the draft's cache alone."""
+    return [*own_arms_of(fmt), Arm.of(BF16, fmt)]
+
+
+def own_arms_of(fmt: KVFormat) -> list[Arm]:
+    """The arms of a format on text its target sampled: the target's cache alone, and both caches."""
     return [Arm.of(fmt, BF16), Arm.of(fmt, fmt)]
 
 
@@ -143,7 +161,7 @@ def score(
             " prompts or a smaller --k-max"
         )
     arms = list({a.name: a for a in arms}.values())
-    passes = len({p for arm in arms for p in (arm.target, arm.draft)})
+    passes = len({p for arm in arms for p in ((arm.target, arm.draft) if models.has_draft_model else (arm.target,))})
     total = passes * sum(len(t.prompt.tokens) + t.positions for t in texts)
     with reporter.task(f"scoring {what}", total) as done:
         replay = score_texts(models.target, models.draft, texts, arms, setting, done)
@@ -157,29 +175,38 @@ def score(
 
 
 def build_cost(config: StudyConfig, models: Models, formats: Sequence[KVFormat], reporter: Reporter) -> CostModel:
-    """The cost model that `--cost` names."""
+    """The cost model that `--cost` names; a lookup's drafts are free."""
+    cost = _model_cost(config, models, formats, reporter)
+    return cost if models.has_draft_model else FreeDraft(cost)
+
+
+def _model_cost(config: StudyConfig, models: Models, formats: Sequence[KVFormat], reporter: Reporter) -> CostModel:
+    drafts = models.draft if models.has_draft_model else models.target
     spec = parse_cost(config.cost)
     if spec.kind != "measured":
-        cost = build(spec, models.target.shape, models.draft.shape)
+        cost = build(spec, models.target.shape, drafts.shape)
         for at in (
             Operating(b, c, f.name, "bf16") for b in config.batch for c in config.context for f in (BF16, *formats)
         ):
-            cycle_times(cost, at, config.k_max)  # what the table lacks is said now, not after hours of scoring
+            cycle_times(
+                cost if models.has_draft_model else FreeDraft(cost), at, config.k_max
+            )  # what the table lacks is said now, not after hours of scoring
         return cost
-    positions = min(m.geometry.max_positions for m in (models.target, models.draft))
+    positions = min(m.geometry.max_positions for m in models.by_role.values())
     if max(config.context) + config.k_max + 1 > positions:
         raise SpecqError(
             f"--context {max(config.context)} with {config.k_max} drafts is beyond the pair's {positions} positions, so its"
             " steps cannot be timed; give a shorter --context"
         )
     names = sorted({BF16.name, *(f.name for f in formats)})
-    steps = measured.steps_to_time(len(names), 1, len(config.batch), len(config.context), config.k_max)
+    draft_names = [BF16.name] if models.has_draft_model else []
+    steps = measured.steps_to_time(len(names), len(draft_names), len(config.batch), len(config.context), config.k_max)
     with reporter.task("timing steps on this machine", steps) as done:
         return measured.measure(
             models.target,
-            models.draft,
+            drafts,
             names,
-            [BF16.name],
+            draft_names,
             config.batch,
             config.context,
             config.k_max,
@@ -201,27 +228,30 @@ def run_study(
     pair, models = load_models(config, reporter)
     cost = None if config.cost == "measured" else build_cost(config, models, formats, reporter)
     transform, draft_transform = resolve_sampling(config, models.target)
-    prompts, spare = choose_prompts(config, models, records, prompt_report)
+    prompts, spare = choose_prompts(config, models, records, prompt_report, given=config.text == "given")
     rule = Rule(config.draft_sampling, config.verify)
     watch.lap("load")
     with files.whole_directory(out, overwrite) as folder:
         scales = calibrate(config, models, formats, prompts, spare, reporter)
         rounds = round_query_policy(config)
-        setting = Setting(transform, draft_transform, rule, models.vocabulary, config.seed, scales, rounds)
+        setting = Setting(
+            transform, draft_transform, rule, models.vocabulary, config.seed, scales, rounds, config.k_max
+        )
         watch.lap("calibrate")
         given = config.text == "given"
-        texts = given_texts(prompts, models) if given else sample(config, models, prompts, BF16, setting, reporter)
+        texts = given_texts(prompts, models) if given else sample(config, models, prompts, BASELINE, setting, reporter)
         watch.lap("sample")
-        arms = [Arm.of(BF16, BF16), Arm.of(BF16, BF16, ALTERNATIVE, NULL)]
+        arms = [BASELINE, ALTERNATE]
         if config.text != "own":
-            arms += [arm for f in formats for arm in arms_of(f)]
+            kinds = arms_of if models.has_draft_model else own_arms_of  # a lookup has no cache
+            arms += [arm for f in formats for arm in kinds(f)]
         what = "given text" if given else "the baseline's text"
         main = score(config, models, "given" if given else "same", texts, arms, setting, what, reporter)
         own = {}
         if config.text in ("own", "both"):
-            for f in formats:
-                texts = sample(config, models, prompts, f, setting, reporter)
-                own[f.name] = score(config, models, "own", texts, arms_of(f), setting, f"{f.name}'s own text", reporter)
+            for name, mine in ({NULL: [ALTERNATE]} | {f.name: own_arms_of(f) for f in formats}).items():
+                texts = sample(config, models, prompts, mine[0], setting, reporter)
+                own[name] = score(config, models, "own", texts, mine, setting, f"{name}'s own text", reporter)
         watch.lap("score")
         cost = cost or build_cost(config, models, formats, reporter)
         watch.lap("cost")
@@ -287,6 +317,10 @@ def gather_facts(
 ) -> StudyFacts:  # fmt: skip
     """What all formats share, with the warnings that belong to the study or to one format."""
     warnings: dict[str | None, list[str]] = {None: []}
+    if config.random_weights:
+        warnings[None].append(
+            "random weights and random prompts: no figure of acceptance here says anything about the pair"
+        )
     sources = {f.name: _scale_source(f, setting.scales, models) for f in formats}
     for name, source in sources.items():
         if source in ("one", "checkpoint in part"):
@@ -295,7 +329,7 @@ def gather_facts(
     for texts in (main, *own.values()):
         stored = sum(len(t.prompt.tokens) + t.positions for t in texts.texts)
         for p, counts in texts.replay.saturated.items():
-            g = models.of(p.role).geometry
+            g = models.by_role[p.role].geometry
             share = sum(counts) / (2 * stored * g.layers * g.kv_heads * g.head_dim)
             if share > SATURATION_WARNING:
                 text = f"{100 * share:.2g} % of the {p.role}'s K and V saturate at the largest {p.format.name} code"
@@ -329,16 +363,18 @@ def gather_facts(
         config=config,
         pair=pair.name,
         target=_served_name(pair.target),
-        draft=_served_name(pair.draft),
+        draft=_served_name(pair.target if pair.draft.source == pairs.SELF else pair.draft),
         target_shape=models.target.shape,
-        draft_shape=models.draft.shape,
+        draft_shape=models.draft.shape if models.has_draft_model else None,
         transform=setting.transform,
         target_vocab=models.vocabulary.target_logits,
         draft_vocab=models.vocabulary.draft_logits,
+        lookup=None if models.has_draft_model else models.draft,
         scale_sources=sources,
         warnings={name: list(dict.fromkeys(w)) for name, w in warnings.items()},
         native_fp8=spec.gpu.fp8 if spec.gpu else _native_fp8(config),
         server=spec.server,
+        outliers=find_outliers(main.replay.ranges["target"]),
     )
 
 
@@ -352,7 +388,7 @@ def _scale_source(fmt: KVFormat, scales: Scales, models: Models) -> str:
 
 
 def _served_name(side: pairs.Side) -> str:
-    return str(Path(side.source).resolve()) if side.local else side.source
+    return str(Path(side.source).resolve()) if side.local and side.is_model else side.source
 
 
 def write(folder: Path, study: Study) -> None:

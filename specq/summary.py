@@ -3,6 +3,7 @@
 import datetime
 import os
 import platform
+import resource
 import shlex
 import sys
 from dataclasses import asdict
@@ -14,7 +15,8 @@ import numpy as np
 from specq import __version__
 from specq.analysis import BASE, NULL, Analysis, summarise
 from specq.conclude import Conclusion
-from specq.config import DRAWS, StudyConfig
+from specq.config import DRAWS, RunConfig
+from specq.coupling import shared_tokens, widening
 from specq.kv import get_format
 from specq.models import LoadedModel
 from specq.rules import Rule
@@ -37,8 +39,10 @@ def summarise_study(study: "Study") -> dict:
         "environment": environment(models.target),
         "pair": {
             "name": study.pair.name,
-            "target": _describe(facts.target, models.target, config),
-            "draft": _describe(facts.draft, models.draft, config),
+            "target": describe(facts.target, models.target, config),
+            "draft": describe(facts.draft, models.draft, config)
+            if models.has_draft_model
+            else {"source": facts.draft} | asdict(models.draft),
             "vocabulary": asdict(models.vocabulary),
         },
         "sampling": asdict(facts.transform),
@@ -66,6 +70,7 @@ def summarise_study(study: "Study") -> dict:
             for p, c in s.replay.saturated.items()
             if any(c)
         },
+        "key_outliers": [asdict(o) for o in facts.outliers],
         "text": main.kind,
         "arms": {n: summarise(main.analysis, n, main.columns[n]) for n in main.analysis.arms},
         "null_arm": {str(k): main.analysis.shift(NULL, k).as_dict() for k in range(1, config.k_max + 1)},
@@ -76,6 +81,12 @@ def summarise_study(study: "Study") -> dict:
             for n in s.analysis.arms
         },
         "shifts_own_text": {name: block for a in study.material.paired.values() for name, block in _shifts(a).items()},
+        "null_arm_own_text": {
+            str(k): a.shift(NULL, k).as_dict()
+            for a in [*study.material.paired.values()][:1]
+            for k in range(1, config.k_max + 1)
+        },
+        "own_text_coupling": _coupling(study),
         "text_sampled_from_target": dict(
             zip(("sum_b_minus_a_mean", "se", "z"), main.analysis.excess(BASE), strict=True)
         ),
@@ -89,9 +100,27 @@ def summarise_study(study: "Study") -> dict:
         },
         "seconds_per_pass": {f"{p.role}:{p.format.name}:splits{p.order.splits}": s for p, s in replay.seconds.items()},
         "timings_seconds": study.timings,
+        "peak_memory_gb": peak_memory(models.target),
         "warnings": facts.warnings[None],
         "warnings_by_format": {n: w for n, w in facts.warnings.items() if n is not None},
     }
+
+
+def _coupling(study: "Study") -> dict:
+    """Per arm with own text: where its texts part from the baseline's, and how that widens the interval."""
+    config, main, out = study.config, study.main, {}
+    rule, k = Rule(config.draft_sampling, config.verify), config.current_k or config.k_max
+    for own in study.own.values():
+        arm = own.analysis.base
+        out[arm] = {
+            "k": k,
+            "shared_tokens_median": float(np.median(shared_tokens(own.texts, main.texts))),
+            "beginnings": widening(
+                (main.texts, main.columns[BASE]), (own.texts, own.columns[arm]), main.columns.get(arm), rule, k,
+                seed=config.seed, draws=DRAWS,
+            ),
+        }  # fmt: skip
+    return out
 
 
 def _shifts(a: Analysis) -> dict:
@@ -150,7 +179,8 @@ def _curve(curve: Curve, base: Curve) -> dict:
     }
 
 
-def _describe(name: str, model: LoadedModel, config: StudyConfig) -> dict:
+def describe(name: str, model: LoadedModel, config: RunConfig) -> dict:
+    """The JSON block of one model."""
     formats = {n: get_format(n) for n in dict.fromkeys(("bf16", *config.dtypes))}
     return {
         "attention": model.backend._asdict(),  # what attention and stores ran through, and why not the kernels
@@ -158,6 +188,7 @@ def _describe(name: str, model: LoadedModel, config: StudyConfig) -> dict:
         "parameters": model.parameters,
         "shape": model.shape.as_dict(),
         "checkpoint_dtype": model.checkpoint_dtype,
+        "weight_quantization": model.weight_quantization,
         "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
         "geometry": asdict(model.geometry),
         "kv_bytes_per_token": {
@@ -188,6 +219,16 @@ def environment(model: LoadedModel) -> dict:
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _cpu_name(),
     }
+
+
+def peak_memory(model: LoadedModel) -> dict[str, float]:
+    """Largest memory so far in GB: of this process, and of the GPU's tensors where there is one."""
+    import torch
+
+    out = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
+    if model.device.type == "cuda":
+        out["gpu"] = torch.cuda.max_memory_allocated(model.device) / 1e9
+    return out
 
 
 def _cpu_name() -> str:

@@ -31,26 +31,21 @@ def sample_texts(
     round_query: bool = False,
     batch: int = 32,
     chunk: int = 512,
+    splits: int = 1,
     progress: Callable[[float], None] = lambda done: None,
 ) -> list[Text]:
     """Sample up to `max_tokens` tokens for every prompt; EOS ends a text and belongs to it.
 
-    Prompts pass through the cache in `fmt` as decoding does. `progress` is called with tokens done.
+    Prompts pass through the cache in `fmt` as decoding does; rows per batch, tokens per prefill chunk and pieces of the K/V
+    sequence are orders of arithmetic, of which each is valid. `progress` is called with tokens done.
     Raises SpecqError naming the prompt when the model gives NaN logits.
     """
     texts: list[Text] = []
     for start in range(0, len(prompts), batch):
         group = prompts[start : start + batch]
         width = max(len(p.tokens) for p in group)
-        cache = target.new_cache(fmt, len(group), width + max_tokens, scales, round_query)
-        padded = torch.zeros(len(group), width, dtype=torch.long)
-        for row, p in enumerate(group):
-            padded[row, : len(p.tokens)] = torch.tensor(p.tokens)
-        body = torch.tensor([len(p.tokens) - 1 for p in group])  # the last prompt token opens decoding
-        for at in range(0, width - 1, chunk):
-            counts = (body - at).clamp(0, min(chunk, width - 1 - at))
-            target.forward(padded[:, at : min(at + chunk, width - 1)], cache, counts, keep=1)
-            progress(float(counts.sum()))
+        cache = target.new_cache(fmt, len(group), width + max_tokens, scales, round_query, splits)
+        target.prefill([p.tokens for p in group], cache, chunk, progress)
         noise = [stream(seed, "text", p.id) for p in group]
         responses: list[list[int]] = [[] for _ in group]
         rows = list(range(len(group)))

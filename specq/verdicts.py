@@ -10,10 +10,13 @@ from specq.cost import CostModel, speedup
 from specq.decision import Decision, StudyFacts
 from specq.errors import SpecqError
 from specq.kv import KVFormat
+from specq.kv.base import Float8
+from specq.outliers import OUTLIER_RATIO
 from specq.report.schema import Shift, Verdict
 from specq.tune import Curve, choose_k, quantile_interval, speed_curve
 
 SHORT_CONTEXT = 2000  # tokens
+SHOWN_OUTLIERS = 5
 
 
 def find_verdicts(
@@ -26,6 +29,9 @@ def find_verdicts(
     probabilistic: Analysis | None,
 ) -> list[Verdict]:
     """Verdicts of one format; `probabilistic` is the study under probabilistic drafting where it drafted greedily."""
+    if facts.config.random_weights:
+        said = "weights drawn at random from the pair's configuration: acceptance is not the pair's"
+        return [Verdict(code="random_weights", decision="nothing is recommended on acceptance", evidence=said)]
     arm, out = f"{fmt.name}+bf16", []
     k = shift.k
     context = facts.config.context[0]
@@ -65,9 +71,10 @@ def find_verdicts(
                 evidence="the checkpoint holds no K and V scales and no calibration was asked for",
             )
         )
+    out += _outlier_verdict(facts, fmt)
     both = f"{fmt.name}+{fmt.name}"
     inherited = analysis.shift(both, k)
-    if stats.significant(inherited, analysis.shift_minus_null(both, k, NULL)):
+    if facts.lookup is None and stats.significant(inherited, analysis.shift_minus_null(both, k, NULL)):
         out.append(
             Verdict(
                 code="draft_kv_inherited",
@@ -128,6 +135,27 @@ def _inherited_speed(analysis: Analysis, both: str, cost: CostModel, decision: D
     return (
         f"; tokens per second {100 * (ratio - 1):+.1f} % [{100 * (low - 1):+.1f}, {100 * (high - 1):+.1f}] at K = {k}"
     )
+
+
+def _outlier_verdict(facts: StudyFacts, fmt: KVFormat) -> list[Verdict]:
+    """Key channels far above the others of their head, where one scale has to serve them all."""
+    if not facts.outliers or fmt.codec.itemsize > 1 or fmt.k_granularity == "channel":
+        return []
+    shown = ", ".join(str(o) for o in facts.outliers[:SHOWN_OUTLIERS])
+    more = len(facts.outliers) - SHOWN_OUTLIERS
+    layers = len({o.layer for o in facts.outliers})
+    if isinstance(fmt.codec, Float8):
+        decision = "a few key channels are far larger than the rest: FP8's exponent covers them unless they saturate"
+    else:
+        decision = (
+            f"a few key channels use up the levels of {fmt.name}'s scale; a scale per channel for K (int8_per_channel,"
+            " int8_k_channel_v_token) keeps the others apart"
+        )
+    evidence = (
+        f"{len(facts.outliers)} key channels in {layers} layers reach more than {OUTLIER_RATIO:g} times their head's median"
+        f" channel: {shown}" + (f", and {more} more in study.json" if more > 0 else "")
+    )
+    return [Verdict(code="kv_outliers", decision=decision, evidence=evidence)]
 
 
 def _not_resolved(analysis: Analysis, arm: str, k: int) -> Verdict:

@@ -8,6 +8,7 @@ from specq.report.schema import VllmBlock
 
 if TYPE_CHECKING:
     from specq.kv import KVFormat
+    from specq.ngram import NgramLookup
 
 # First version whose speculative_config knows the key; older ones refuse unknown keys.
 DRAFT_KV_CACHE_DTYPE_SINCE = (0, 26)
@@ -37,11 +38,12 @@ def vllm_block(
     schedule: list[list[int]],
     draft_sampling: str,
     survival: list[float],
+    lookup: "NgramLookup | None" = None,
 ) -> VllmBlock:
     """Arguments for `vllm serve` and the speculative_config for one format; `fmt.vllm` must not be None.
 
     num_speculative_tokens is the schedule's largest K; vLLM allows K = 0 only inside a schedule, so an all-zero schedule
-    means no speculative_config at all. `survival` gives S_1..S_K at that K.
+    means no speculative_config at all. `survival` gives S_1..S_K at that K. With `lookup` the method is n-gram lookup.
     """
     parsed = parse_version(version)
     args = [target, "--kv-cache-dtype", fmt.vllm]
@@ -50,15 +52,20 @@ def vllm_block(
     k = max(entry[2] for entry in schedule)
     config = None
     if k > 0:
-        config = {
-            "method": "draft_model",
-            "model": draft,
-            "num_speculative_tokens": k,
-            "draft_sample_method": draft_sampling,
-        }
+        if lookup is None:
+            config = {"method": "draft_model", "model": draft}
+        else:
+            config = {
+                "method": "ngram",
+                "prompt_lookup_min": lookup.shortest,
+                "prompt_lookup_max": lookup.longest,
+            }
+        config["num_speculative_tokens"] = k
+        if lookup is None:
+            config["draft_sample_method"] = draft_sampling
         if len(schedule) > 1:
             config["num_speculative_tokens_per_batch_size"] = schedule
-        if parsed >= DRAFT_KV_CACHE_DTYPE_SINCE and draft_fmt.vllm:
+        if lookup is None and parsed >= DRAFT_KV_CACHE_DTYPE_SINCE and draft_fmt.vllm:
             config["kv_cache_dtype"] = draft_fmt.vllm
         args += ["--speculative-config", json.dumps(config)]
     rates = [min(1.0, max(0.0, s)) for s in survival[:k]]

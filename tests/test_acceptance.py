@@ -164,7 +164,8 @@ def test_s06_the_first_emitted_token_follows_p(rule):
         drafted = torch.full((n, 1), int(q.argmax()))
     else:
         drafted = inverse_cdf(q.expand(n, 5), torch.rand(n, generator=g, dtype=torch.float64))[:, None]
-    accepted, final = verify_cycle(p.expand(n, 2, 5), q.expand(n, 1, 5), drafted, rule, g)
+    coins, picks = (torch.rand(n, m, generator=g, dtype=torch.float64) for m in (1, 2))
+    accepted, final = verify_cycle(p.expand(n, 2, 5), q.expand(n, 1, 5), drafted, rule, coins, picks)
     first = torch.where(accepted > 0, drafted[:, 0], final)
     assert chisquare(torch.bincount(first, minlength=5).numpy(), (p * n).numpy()).pvalue > 0.001
     a = alpha(p.tolist(), q.tolist(), rule)
@@ -175,10 +176,11 @@ def test_s06_the_correction_comes_from_the_position_of_the_rejection():
     """S-06: p_i one-hot on token i, draft [0,1,9,3]: two accepted, and the correction is token 2."""
     p = torch.eye(10)[None, :5]
     q = torch.full((1, 4, 10), 0.1)
-    accepted, final = verify_cycle(p, q, torch.tensor([[0, 1, 9, 3]]), PROBABILISTIC, torch.Generator().manual_seed(0))
-    assert (accepted.item(), final.item()) == (2, 2)
-    accepted, final = verify_cycle(p, q, torch.tensor([[0, 1, 2, 3]]), PROBABILISTIC, torch.Generator().manual_seed(0))
-    assert (accepted.item(), final.item()) == (4, 4)
+    noise = torch.full((1, 4), 0.5), torch.full((1, 5), 0.5)
+    for rule in RULES:
+        for drafted, verdict in (([0, 1, 9, 3], (2, 2)), ([0, 1, 2, 3], (4, 4)), ([0, -1, -1, -1], (1, 1))):
+            accepted, final = verify_cycle(p, q, torch.tensor([drafted]), rule, *noise)
+            assert (accepted.item(), final.item()) == verdict
 
 
 def test_s28_unequal_cycles_keep_their_denominators():

@@ -111,8 +111,9 @@ def test_the_numbers_of_the_files_agree(finished):
     assert mine.sum() == rec["tokens"] == study["tokens"]["scored"]
     assert np.array(rows["alpha"])[mine].mean() == pytest.approx(study["arms"]["bf16+bf16"]["alpha_mean"], abs=1e-6)
     texts = pq.read_table(folder / "texts.parquet").to_pydict()
-    assert len(texts["prompt"]) == 8 * 3 and set(texts["arm"]) == {
+    assert len(texts["prompt"]) == 8 * 4 and set(texts["arm"]) == {
         "bf16+bf16",
+        "null",
         "fp8_e4m3+bf16",
         "int8_per_token_head+bf16",
     }

@@ -29,6 +29,23 @@ class CostModel(Protocol):
         ...
 
 
+class FreeDraft:
+    """A cost model whose draft steps take no time, for drafts that run no model (n-gram lookup)."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self.cost, self.source, self.fixed = cost, cost.source, cost.fixed
+        note = "n-gram lookup runs no model: its time is taken as 0; a cycle it finds nothing for is charged K + 1 positions"
+        self.details = cost.details | {"draft": note}
+
+    def step_time(self, kind: Kind, *case: object) -> float:
+        """See CostModel."""
+        return 0.0 if kind == "draft" else self.cost.step_time(kind, *case)
+
+    def step_time_draws(self, kind: Kind, *case: object) -> np.ndarray:
+        """See CostModel."""
+        return np.zeros(1) if kind == "draft" else self.cost.step_time_draws(kind, *case)
+
+
 @dataclass(frozen=True)
 class Scaled:
     """Another cost model with the draft's step times multiplied: a what-if."""

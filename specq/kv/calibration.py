@@ -7,7 +7,7 @@ import torch
 
 from specq.kv import KVFormat, get_format
 from specq.kv.base import nonzero_scale
-from specq.kv.cache import LayerScales
+from specq.kv.cache import LayerScales, QuantizedCache
 from specq.models import LoadedModel
 
 
@@ -17,6 +17,22 @@ class KVRange:
 
     k: list[torch.Tensor]
     v: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, cache: QuantizedCache) -> "KVRange":
+        """Of the tokens that a cache holds; its rows must be of equal length."""
+        parts = {"k": [], "v": []}
+        for layer in cache.layers:
+            for part, x in zip("kv", layer.read(torch.float32), strict=True):
+                parts[part].append(x[:, :, : cache.rows.longest].abs().amax(dim=(0, 2), keepdim=True))
+        return cls(parts["k"], parts["v"])
+
+    def join(self, other: "KVRange | None") -> "KVRange":
+        """The largest of both."""
+        if other is None:
+            return self
+        pairs = ((self.k, other.k), (self.v, other.v))
+        return KVRange(*([torch.maximum(a, b) for a, b in zip(*pair, strict=True)] for pair in pairs))
 
     def scales(self, fmt: KVFormat) -> list[LayerScales]:
         """Scales that map the largest magnitude seen to the codec's largest value, in the format's granularity."""
@@ -40,17 +56,11 @@ def measure_range(
     progress: Callable[[float], None] = lambda done: None,
 ) -> KVRange:
     """Run token sequences through `model` with a BF16 cache and take the largest |K| and |V| (after RoPE, as stored)."""
-    best: dict[str, list[torch.Tensor]] = {"k": [], "v": []}
+    found = None
     for ids in prompts:
         cache = model.new_cache(get_format("bf16"), 1, len(ids))
         for piece in torch.tensor([list(ids)]).split(chunk, dim=1):
             model.forward(piece, cache, keep=1)
             progress(piece.shape[1])
-        for i, layer in enumerate(cache.layers):
-            for part, x in zip("kv", layer.read(torch.float32), strict=True):
-                amax = x.abs().amax(dim=2, keepdim=True)
-                if len(best[part]) <= i:
-                    best[part].append(amax)
-                else:
-                    best[part][i] = torch.maximum(best[part][i], amax)
-    return KVRange(best["k"], best["v"])
+        found = KVRange.of(cache).join(found)
+    return found

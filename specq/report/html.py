@@ -134,7 +134,7 @@ def key_figures(view: FormatView) -> list[Row]:
     if view.own_shift:
         own = view.own_shift
         resolved = "beyond the noise floor" if own["significant"] else "not resolved"
-        mu.append(("shift on own text", *with_interval(own), f"{resolved}; K = {own['k']}"))
+        mu.append(("shift on own text", *with_interval(own), f"{resolved}; K = {own['k']}{view.parting}"))
     null = view.null_shifts().get(k, UNKNOWN)
     mu.append(("null arm's shift (noise floor)", *with_interval(null, 6), "BF16 again, other order of arithmetic"))
     return mu + speed_figures(view)
@@ -210,8 +210,13 @@ def health_rows(view: FormatView) -> list[Row]:
 
 
 def pair_rows(study: dict) -> list[Row]:
-    """(what, target, draft)."""
-    sides = [study["pair"]["target"], study["pair"]["draft"]]
+    """(what, target, draft); a draft that runs no model has nothing to fill in."""
+    target, draft = study["pair"]["target"], study["pair"]["draft"]
+    if "geometry" not in draft:
+        nothing = {n: {"codes": 0, "scales": 0} for n in target["kv_bytes_per_token"]}
+        draft = dict.fromkeys(target, "none") | {"parameters": 0, "kv_bytes_per_token": nothing} | draft
+        draft["geometry"] = dict.fromkeys(target["geometry"], "none")
+    sides = [target, draft]
     rows = [(n.replace("_", " "), *(str(s[n]) for s in sides)) for n in ("source", "checkpoint_dtype", "compute_dtype")]
     rows.append(("parameters", *(f"{s['parameters']:,}" for s in sides)))
     rows += [(n.replace("_", " "), *(str(s["geometry"][n]) for s in sides)) for n in sides[0]["geometry"]]

@@ -68,6 +68,17 @@ class FormatView:
         return self.recommendation["recommended_num_speculative_tokens"]
 
     @property
+    def parting(self) -> str:
+        """Where own texts part from the baseline's, and what that does to the standard error; empty without own text."""
+        found = self.study.get("own_text_coupling", {}).get(self.arm)
+        if not found:
+            return ""
+        last = found["beginnings"][-1]
+        said = f"; texts part after {found['shared_tokens_median']:.0f} tokens (median), {100 * last['texts_parted']:.0f} % do"
+        same, own = (last["same"] or {}).get("se"), last["own"]["se"]
+        return f"{said}; standard error {own / same:.1f} times the same text's" if same and own else said
+
+    @property
     def shown_k(self) -> int:
         """The K at which mu is quoted: the current one, or, where that is 0, the recommended one or k_max."""
         return self.current or self.recommended or self.k_max
