@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from specq import __version__
-from specq.errors import SpecqError
+from specq.errors import Interrupted, SpecqError, printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -48,7 +48,13 @@ def study(
     dtype: Annotated[list[str] | None, typer.Option(help="KV format to compare with BF16; repeat for more.")] = None,
     target: Annotated[str | None, typer.Option(help="Target model: directory or hub id.")] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model: directory or hub id.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="Prompt file: .txt, .jsonl or .json.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="Prompt file: .jsonl, .json, .txt, .parquet (.gz, .xz, .zst).")
+    ] = None,
+    undecodable: Annotated[
+        str | None, typer.Option(help="Lines that are not UTF-8: refuse (the file) or skip.")
+    ] = None,
+    chat: Annotated[str | None, typer.Option(help="Chat records: template, or raw (turns joined as text).")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Prompts to use.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt in tokens.")] = None,
     output_tokens: Annotated[int | None, typer.Option(help="Longest continuation in tokens.")] = None,
@@ -122,15 +128,16 @@ def schema(name: Annotated[str, typer.Argument(help="recommendation or speculati
 
 
 def main() -> None:
-    """Entry point: SpecqError becomes one message and exit code 2, Ctrl-C exit code 130."""
+    """Entry point: SpecqError becomes one message and its exit code (2), Ctrl-C one sentence and 130."""
     try:
         app()
     except SpecqError as error:
-        print(f"specq: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("specq: interrupted", file=sys.stderr)
-        sys.exit(130)
+        print(f"specq: {printable(str(error))}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except SystemExit as end:
+        if end.code == Interrupted.exit_code:  # typer's answer to Ctrl-C, which says nothing
+            print("specq: interrupted", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from rich.table import Table
 from specq import files, pairs
 from specq.config import StudyConfig, make_config
 from specq.cost.gpus import get_gpu
-from specq.errors import SpecqError
+from specq.errors import SpecqError, printable
 from specq.progress import Reporter
 from specq.report.schema import Recommendation
 from specq.vllm_options import parse_version
@@ -121,7 +121,7 @@ def _show_one(console: Console, rec: Recommendation, sub: Path) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, value in rows:
-        table.add_row(escape(name), escape(value))
-    console.rule(escape(f"{rec.pair}: {rec.target_kv_dtype} against BF16"), align="left")
+        table.add_row(escape(name), escape(printable(value)))
+    console.rule(escape(printable(f"{rec.pair}: {rec.target_kv_dtype} against BF16")), align="left")
     console.print(table)
     console.print(f"report: {sub / 'report.html'}\nJSON:   {sub / 'recommendation.json'}", soft_wrap=True, markup=False)

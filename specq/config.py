@@ -25,6 +25,8 @@ class StudyConfig(BaseModel):
     dtypes: tuple[str, ...] = ("fp8_e4m3",)
     prompts: str | None = None
     prompts_sha256: str | None = None
+    undecodable: Literal["refuse", "skip"] = "refuse"
+    chat: Literal["template", "raw"] = "template"
     num_prompts: int = Field(64, ge=1)
     prompt_tokens: int = Field(1024, ge=1)
     output_tokens: int = Field(256, ge=2)
@@ -73,8 +75,11 @@ def file_digest(path: str | None) -> str | None:
     """sha256 of a file the configuration depends on, or None."""
     if path is None:
         return None
+    if Path(path).exists() and not Path(path).is_file():
+        raise SpecqError(f"cannot read {path}: it is not a regular file")
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        with Path(path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise SpecqError(f"cannot read {path}: {error.strerror or error}") from error
 

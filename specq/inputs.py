@@ -77,11 +77,25 @@ def prompt_source(config: StudyConfig) -> str:
 
 
 def choose_prompts(
-    config: StudyConfig, models: Models, records: list[Record], report: PromptReport
+    config: StudyConfig, models: Models, records: list[Record], report: PromptReport, reporter: Reporter
 ) -> tuple[list[Prompt], list[Prompt]]:
     """(prompts to score, prompts left over from the default set for calibration)."""
+    with reporter.task("tokenising prompts", len(records)) as done:
+        found = _encoded(config, models, records, report, done)
+    if report.skipped:
+        reporter.note(f"skipped {len(report.skipped)} records of {report.source}:\n{report.table()}")
+    return found[: config.num_prompts], found[config.num_prompts :]
+
+
+def _encoded(
+    config: StudyConfig,
+    models: Models,
+    records: list[Record],
+    report: PromptReport,
+    progress: Callable[[float], None],
+) -> list[Prompt]:
     spare = 0 if config.prompts else CALIBRATION_PROMPTS
-    found = prompts.encode_prompts(
+    return prompts.encode_prompts(
         records,
         report,
         models.target.tokenizer,
@@ -91,8 +105,9 @@ def choose_prompts(
         seed=config.seed,
         given=config.text == "given",
         max_response=config.output_tokens,
+        chat=config.chat,
+        progress=progress,
     )
-    return found[: config.num_prompts], found[config.num_prompts :]
 
 
 def calibrate(
@@ -108,7 +123,7 @@ def calibrate(
     if not wanted:
         return {}
     if config.calibrate:
-        records, report = prompts.read_records(config.calibrate)
+        records, report = prompts.read_records(config.calibrate, config.undecodable)
         found = prompts.encode_prompts(
             records,
             report,
@@ -117,6 +132,7 @@ def calibrate(
             prompt_tokens=config.prompt_tokens,
             vocabulary=models.vocabulary.size,
             seed=config.seed,
+            chat=config.chat,
         )
         taken = {p.tokens for p in scored}
         spare = [p for p in found if p.tokens not in taken][:CALIBRATION_PROMPTS]

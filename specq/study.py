@@ -193,11 +193,11 @@ def run_study(
     """
     watch = Stopwatch()
     formats = [get_format(name) for name in config.dtypes]
-    records, prompt_report = read_records(prompt_source(config))
+    records, prompt_report = read_records(prompt_source(config), config.undecodable)
     pair, models = load_models(config, reporter)
     cost = None if config.cost == "measured" else build_cost(config, models, formats, reporter)
     transform, draft_transform = resolve_sampling(config, models.target)
-    prompts, spare = choose_prompts(config, models, records, prompt_report)
+    prompts, spare = choose_prompts(config, models, records, prompt_report, reporter)
     rule = Rule(config.draft_sampling, config.verify)
     watch.lap("load")
     with files.whole_directory(out, overwrite) as folder:
@@ -271,10 +271,13 @@ def prompt_warnings(config: StudyConfig, prompts: Sequence[Prompt], report: Prom
     """What a reader should know about the prompt file: records skipped, and a shortfall."""
     out = []
     if report.skipped:
-        line, why = report.skipped[0]
+        line, why = min(report.skipped)
         out.append(
             f"{len(report.skipped)} records of the prompt file were skipped (first: line {line}, {why}); see study.json"
         )
+    if len(report.shapes) > 1:
+        shapes = ", ".join(f"{n} with {key}" for key, n in report.shapes.most_common())
+        out.append(f"the prompt file mixes shapes of records: {shapes}")
     if len(prompts) < config.num_prompts:
         short = f", {report.too_short} were shorter than {config.prompt_tokens} tokens" if report.too_short else ""
         out.append(f"{len(prompts)} usable prompts where {config.num_prompts} were asked for{short}")

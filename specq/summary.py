@@ -23,6 +23,8 @@ from specq.tune import Curve
 if TYPE_CHECKING:
     from specq.study import Study
 
+SKIPPED_LISTED = 1000  # skipped records listed one by one; all are counted
+
 
 def summarise_study(study: "Study") -> dict:
     """The JSON object of study.json."""
@@ -48,8 +50,12 @@ def summarise_study(study: "Study") -> dict:
             "records": report.records,
             "kept": len(study.prompts),
             "truncated": sum(p.truncated for p in study.prompts),
+            "responses_truncated": report.responses_truncated,
             "too_short": report.too_short,
-            "skipped": [{"line": n, "reason": why} for n, why in report.skipped],
+            "not_drawn": report.not_drawn,
+            "shapes": dict(report.shapes),
+            "skipped_records": len(report.skipped),
+            "skipped": [{"line": n, "reason": why} for n, why in sorted(report.skipped)[:SKIPPED_LISTED]],
             "tokens_per_prompt_mean": float(np.mean([len(p.tokens) for p in study.prompts])),
         },
         "tokens": {

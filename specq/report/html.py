@@ -287,9 +287,9 @@ def setting_rows(view: FormatView) -> list[Row]:
 
 def prompt_rows(study: dict) -> list[Row]:
     """(what became of the prompts, how many)."""
-    counts = {n: v for n, v in study["prompts"].items() if n != "skipped"}
+    counts = {n: v for n, v in study["prompts"].items() if n not in ("skipped", "shapes")}
     rows = [(n.replace("_", " "), f"{v:.1f}" if isinstance(v, float) else str(v)) for n, v in counts.items()]
-    return [*rows, ("skipped", str(len(study["prompts"]["skipped"])))]
+    return [*rows, *((f"records with {key}", str(n)) for key, n in study["prompts"]["shapes"].items())]
 
 
 def _flat(values: dict, prefix: str = "") -> list[Row]:
