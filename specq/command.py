@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from specq import files, pairs
+from specq.checkpoint import fingerprint, open_checkpoint
 from specq.config import StudyConfig, make_config
 from specq.cost.gpus import get_gpu
 from specq.errors import SpecqError, printable
@@ -24,9 +25,18 @@ def resolve(options: dict[str, Any], dtypes: list[str]) -> tuple[StudyConfig, di
     _check_cost(options["cost"] or pair.defaults.get("cost", StudyConfig().cost))
     from specq.kv import get_format
 
-    names = {get_format(d).name: d.strip().lower() for d in reversed(dtypes)}
+    found = {role: open_checkpoint(s.source) for role, s in (("target", pair.target), ("draft", pair.draft)) if s.local}
+
+    def format_of(dtype: str) -> str:
+        if dtype.strip().lower() == "auto":  # as in vLLM: what the target's checkpoint asks for
+            target = found.get("target") or open_checkpoint(pairs.locate(pair)[0])
+            return target.kv_cache_format or "bf16"
+        return get_format(dtype).name
+
+    names = {format_of(d): d.strip().lower() for d in reversed(dtypes)}
     given = {k: v for k, v in options.items() if v is not None}
-    given = pair.defaults | given | {"dtypes": tuple(get_format(d).name for d in dtypes), "pair": pair.name}
+    given = pair.defaults | given | {"dtypes": tuple(map(format_of, dtypes)), "pair": pair.name}
+    given |= {f"{role}_sha256": fingerprint(checkpoint) for role, checkpoint in found.items()}
     if options["target"] and options["draft"]:
         given["pair"] = None
     if "k_max" in given and options["current_k"] is None:

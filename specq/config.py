@@ -22,6 +22,8 @@ class StudyConfig(BaseModel):
     pair: str | None = "tiny"
     target: str | None = None
     draft: str | None = None
+    target_sha256: str | None = Field(None, description="fingerprint of a model directory; null for a hub id")
+    draft_sha256: str | None = None
     dtypes: tuple[str, ...] = ("fp8_e4m3",)
     prompts: str | None = None
     prompts_sha256: str | None = None

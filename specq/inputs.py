@@ -10,7 +10,7 @@ from specq.errors import SpecqError
 from specq.kv import KVFormat
 from specq.kv.cache import LayerScales
 from specq.kv.calibration import measure_range
-from specq.models import LoadedModel, Vocabulary, check_pair, load
+from specq.models import LoadedModel, Vocabulary, check_pair, examine, load
 from specq.progress import Reporter
 from specq.prompts import Prompt, PromptReport, Record
 from specq.sampling import Transform
@@ -43,8 +43,8 @@ def load_models(config: StudyConfig, reporter: Reporter) -> tuple[pairs.Pair, Mo
         if not torch.cuda.is_available():
             raise SpecqError("--device cuda: PyTorch sees no CUDA device here; use --device cpu")
     reporter.note(f"loading {pair.name}: {Path(where[0]).name} and {Path(where[1]).name}")
-    target, draft = (load(path, config.device) for path in where)
-    models = Models(target, draft, check_pair(target, draft))
+    target, draft = (examine(path) for path in where)
+    vocabulary = check_pair(target, draft)
     needed = config.prompt_tokens + config.output_tokens
     for role, model in (("target", target), ("draft", draft)):
         if needed > model.geometry.max_positions:
@@ -52,7 +52,8 @@ def load_models(config: StudyConfig, reporter: Reporter) -> tuple[pairs.Pair, Mo
                 f"the {role} has {model.geometry.max_positions} positions and the study needs {needed} (--prompt-tokens"
                 f" {config.prompt_tokens} + --output-tokens {config.output_tokens})"
             )
-    return pair, models
+    loaded = (load(path, config.device, found) for path, found in zip(where, (target, draft), strict=True))
+    return pair, Models(*loaded, vocabulary)
 
 
 def resolve_sampling(config: StudyConfig, target: LoadedModel) -> tuple[Transform, Transform]:

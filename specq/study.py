@@ -299,7 +299,7 @@ def gather_facts(
     own: dict[str, TextSet],
 ) -> StudyFacts:  # fmt: skip
     """What all formats share, with the warnings that belong to the study or to one format."""
-    warnings: dict[str | None, list[str]] = {None: []}
+    warnings: dict[str | None, list[str]] = {None: [*models.target.notes, *models.draft.notes]}
     sources = {f.name: _scale_source(f, setting.scales, models) for f in formats}
     for name, source in sources.items():
         if source in ("one", "checkpoint in part"):

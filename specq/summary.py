@@ -146,6 +146,12 @@ def _describe(name: str, model: LoadedModel, config: StudyConfig) -> dict:
         "source": name,
         "parameters": model.parameters,
         "checkpoint_dtype": model.checkpoint_dtype,
+        "stored_dtype": model.checkpoint.stored_dtype,
+        "weight_quantization": model.checkpoint.weight_quantization,
+        "kv_cache_scheme": model.checkpoint.kv_cache_format,
+        "kv_scales_ignored": model.checkpoint.ignored_scales,
+        "generation_config": model.sampling_defaults,
+        "eos_token_ids": sorted(model.eos_ids),
         "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
         "geometry": asdict(model.geometry),
         "kv_bytes_per_token": {
