@@ -77,14 +77,35 @@ def study(
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
     out: Annotated[Path | None, typer.Option(help="Output directory; default runs/<pair>-<dtype>...")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a study of another configuration.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted study.")] = False,
+    part: Annotated[
+        str | None, typer.Option(help="Measure one share of a study, as 2/8; `specq merge` joins them.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, for logs.")] = False,
 ) -> None:
     """Measure what KV formats do to acceptance and speed, and which K to use with them."""
     from specq.command import study_command
 
-    options = {k: v for k, v in locals().items() if k not in ("out", "overwrite", "quiet", "dtype", "study_command")}
+    how = ("out", "overwrite", "resume", "part", "quiet", "dtype", "study_command")
+    options = {k: v for k, v in locals().items() if k not in (*how, "how")}
     options["batch"], options["context"] = _numbers(batch, "--batch"), _numbers(context, "--context")
-    study_command(options, dtype or ["fp8"], out, overwrite, quiet)
+    study_command(options, dtype or ["fp8"], out, overwrite=overwrite, resume=resume, part=part, quiet=quiet)
+
+
+@app.command()
+def merge(
+    out: Annotated[Path, typer.Argument(help="Directory of the whole study.")],
+    parts: Annotated[list[Path], typer.Argument(help="Directories made by `specq study --part`.")],
+    target: Annotated[str | None, typer.Option(help="The target model's directory on this machine.")] = None,
+    draft: Annotated[str | None, typer.Option(help="The draft model's directory on this machine.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="The prompt file on this machine.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the study in OUT.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, for logs.")] = False,
+) -> None:
+    """Join the parts of a study that several machines made, and print the answer."""
+    from specq.command import merge_command
+
+    merge_command(out, parts, {"target": target, "draft": draft, "prompts": prompts}, overwrite, quiet)
 
 
 @app.command()

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from specq import files, pairs
 from specq.checkpoint import fingerprint, open_checkpoint
-from specq.config import StudyConfig, make_config
+from specq.config import StudyConfig, file_digest, make_config, same_study
 from specq.cost.gpus import get_gpu
 from specq.errors import SpecqError, printable
 from specq.progress import Reporter
@@ -53,31 +53,124 @@ def _check_cost(cost: str) -> None:
         raise SpecqError(f"--cost {cost!r} is neither measured, nor roofline:GPU, nor a file of timings")
 
 
-def study_command(options: dict[str, Any], dtypes: list[str], out: Path | None, overwrite: bool, quiet: bool) -> None:
+def study_command(
+    options: dict[str, Any],
+    dtypes: list[str],
+    out: Path | None,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    part: str | None = None,
+    quiet: bool = False,
+) -> None:
     """Run a study, or show the finished one when its directory already holds this very configuration."""
+    if overwrite and resume:
+        raise SpecqError("--resume continues what is there and --overwrite discards it; give one of them")
+    share = _part(part)
     config, directories = resolve(options, dtypes)
     name = config.pair or pairs.find(None, config.target, config.draft).name
-    out = Path(os.path.normpath(out or Path("runs") / "-".join([name, *directories.values()])))
+    name = "-".join([name, *directories.values(), *([f"part{share[0]}of{share[1]}"] if share[1] > 1 else [])])
+    out = Path(os.path.normpath(out or Path("runs") / name))
     if not out.name:
         raise SpecqError(f"--out {out} is no directory that a study could be renamed to; name a new one")
     files.refuse_foreign(out)  # now, not after the models are loaded
-    if (out / "study.json").is_file() and not overwrite:
-        finished = files.read_json(out / "study.json")
-        if finished.get("configuration") != config.model_dump(mode="json"):
-            raise SpecqError(
-                f"{out} holds a study of another configuration; choose another --out, or --overwrite to replace it"
-            )
-        directories = finished["directories"]
-        if not all((out / d / "report.html").is_file() for d in directories.values()):
-            from specq.study import draw
-
-            draw(out)
-        show(out, directories)
+    if not overwrite and _finished(out, config, share):
         return
+    from specq.shards import refuse_mixing
+
+    refuse_mixing(out, lambda old: same_study(config, old["configuration"]), overwrite, resume)
+    _run(config, directories, out, overwrite, Reporter(quiet), resume=resume, part=share)
+
+
+def _run(
+    config: StudyConfig,
+    directories: dict[str, str],
+    out: Path,
+    overwrite: bool,
+    reporter: Reporter,
+    **how: Any,  # noqa: ANN401
+) -> None:
     from specq.study import run_study
 
-    run_study(config, directories, out, overwrite, Reporter(quiet))
+    if run_study(config, directories, out, overwrite, reporter, **how) is None:
+        _tell_part(out)
+    else:
+        show(out, directories)
+
+
+def _part(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return 1, 1
+    try:
+        mine, parts = (int(x) for x in text.split("/"))
+    except ValueError:
+        mine = parts = 0
+    if not 1 <= mine <= parts:
+        raise SpecqError(
+            f"--part takes two numbers like 2/8, the share of this machine and the number of shares, not {text!r}"
+        )
+    return mine, parts
+
+
+def _finished(out: Path, config: StudyConfig, share: tuple[int, int]) -> bool:
+    """Show what `out` holds if that is this study; SpecqError if it is another one; False if it is nothing yet."""
+    whole = (out / "study.json").is_file()
+    if not whole and not (out / "run.json").is_file():
+        return False
+    finished = files.read_json(out / ("study.json" if whole else "run.json"))
+    same = isinstance(finished, dict) and same_study(config, finished.get("configuration"))
+    if not same or (not whole and finished.get("part") != list(share)):
+        raise SpecqError(
+            f"{out} holds a study of another configuration; choose another --out, or --overwrite to replace it"
+        )
+    if not whole:
+        _tell_part(out)
+        return True
+    directories = finished["directories"]
+    if not all((out / d / "report.html").is_file() for d in directories.values()):
+        from specq.study import draw
+
+        draw(out)
     show(out, directories)
+    return True
+
+
+def _tell_part(out: Path) -> None:
+    mine, parts = files.read_json(out / "run.json")["part"]
+    print(f"part {mine} of {parts} is complete: {out}\nwhen all parts are on one machine: specq merge OUT {out} ...")
+
+
+def merge_command(
+    out: Path, parts: Sequence[Path], replacing: dict[str, str | None], overwrite: bool, quiet: bool
+) -> None:
+    """Join the parts of a study into `out` and finish it; `replacing` gives paths that differ on this machine."""
+    from specq.shards import read_run
+
+    out = Path(os.path.normpath(out))
+    files.refuse_foreign(out)
+    if out.exists() and any(out.iterdir()) and not overwrite:
+        raise SpecqError(f"{out} holds a study already; choose another directory, or --overwrite to replace it")
+    runs = [read_run(p) for p in parts]
+    for path, run in zip(parts, runs, strict=True):
+        if run is None:
+            raise SpecqError(
+                f"{path} holds no part of a study: it has no run.json; give the --out of specq study --part"
+            )
+        if run["study"] != runs[0]["study"]:
+            raise SpecqError(f"{path} belongs to another study than {parts[0]}: their configurations or weights differ")
+    versions = sorted({", ".join(f"{k} {v}" for k, v in r["versions"].items()) for r in runs})
+    reporter = Reporter(quiet)
+    if len(versions) > 1:
+        reporter.note(f"the parts were made under different versions, so last bits may differ: {'; '.join(versions)}")
+    stored = runs[0]["configuration"] | {k: v for k, v in replacing.items() if v is not None}
+    stored |= {f"{k}_sha256": file_digest(stored[k]) for k in ("prompts", "calibrate") if stored.get(k)}
+    for role in ("target", "draft"):
+        if replacing.get(role):
+            stored[f"{role}_sha256"] = fingerprint(open_checkpoint(replacing[role]))
+    config = make_config(**stored)
+    if not same_study(config, runs[0]["configuration"]):
+        raise SpecqError("the models or prompts given here are not those the parts were made with")
+    _run(config, runs[0]["directories"], out, overwrite, reporter, sources=list(parts))
 
 
 def show(out: Path, directories: dict[str, str]) -> None:

@@ -73,6 +73,20 @@ class StudyConfig(BaseModel):
         return self
 
 
+def identity(config: StudyConfig) -> dict[str, Any]:
+    """What two studies must have in common to be the same one: the configuration, with content in place of paths."""
+    values = config.model_dump(mode="json")
+    return {k: v for k, v in values.items() if values.get(f"{k}_sha256") is None}
+
+
+def same_study(config: StudyConfig, stored: Any) -> bool:  # noqa: ANN401 - JSON from a file
+    """Whether a configuration read from a study's files describes the same study."""
+    try:
+        return identity(StudyConfig.model_validate(stored)) == identity(config)
+    except ValidationError:  # written by another version
+        return False
+
+
 def file_digest(path: str | None) -> str | None:
     """sha256 of a file the configuration depends on, or None."""
     if path is None:

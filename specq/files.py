@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,15 +28,14 @@ def finite(value: Any) -> Any:  # noqa: ANN401 - any JSON value
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    if isinstance(value, str):  # half of a surrogate pair (a file name, say) is no text
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
     return value
 
 
 def write_json(path: Path, value: Any) -> None:  # noqa: ANN401
     """Strict JSON (no NaN, no Infinity), written beside and renamed."""
-    text = json.dumps(finite(value), indent=2, allow_nan=False, ensure_ascii=False)
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    write_text(path, json.dumps(finite(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> Any:  # noqa: ANN401
@@ -60,28 +59,28 @@ def write_parquet(path: Path, columns: Mapping[str, Sequence], metadata: Mapping
     pq.write_table(table, path, compression="zstd")
 
 
+def write_text(path: Path, text: str) -> None:
+    """A UTF-8 text file, written beside and renamed."""
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
 def refuse_foreign(out: Path) -> None:
     """Raises SpecqError when `out` holds something that is no study, which nothing here may replace."""
-    if out.exists() and not (out / "study.json").is_file() and (not out.is_dir() or any(out.iterdir())):
+    if not out.exists() or any((out / name).is_file() for name in ("study.json", "run.json")):
+        return
+    if not out.is_dir() or any(out.iterdir()):
         raise SpecqError(f"{out} exists and is no study; choose another --out")
 
 
 @contextmanager
-def whole_directory(out: Path, overwrite: bool) -> Iterator[Path]:
-    """Work in `<out>.partial/` and rename it to `out` when the block ends without an exception.
-
-    On a failure the partial directory is removed and `out` stays as it was. A second study into the same directory is
-    refused while the first one runs; what a killed one left is cleared. `overwrite` replaces studies only: any other
-    directory that holds something is refused.
-    """
-    refuse_foreign(out)
-    partial = out.with_name(out.name + ".partial")
-    with _sole_writer(out):
-        yield from _work_in(partial, out, overwrite)
-
-
-@contextmanager
-def _sole_writer(out: Path) -> Iterator[None]:
+def sole_writer(out: Path) -> Iterator[None]:
+    """Hold the lock of `out`; SpecqError when another process does. It ends with the process, however that ends."""
     path = out.with_name(out.name + ".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,25 +90,20 @@ def _sole_writer(out: Path) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # the file may have been removed, or made anew, between opening and locking it
+            same = path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())
         except OSError:
-            raise SpecqError(f"another study is being written to {out}; wait for it or choose another --out") from None
+            same = False
+        if not same:
+            raise SpecqError(f"another study is being written to {out}; wait for it or choose another --out")
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
 
 
-def _work_in(partial: Path, out: Path, overwrite: bool) -> Iterator[Path]:
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-    except OSError as error:
-        raise SpecqError(f"cannot write to {partial}: {error.strerror or error}") from error
-    try:
-        yield partial
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+def replace_directory(partial: Path, out: Path, overwrite: bool) -> None:
+    """Rename `partial` to `out`; with `overwrite`, in the place of what was there."""
     if out.exists() and overwrite:
         shutil.rmtree(out)
     os.replace(partial, out)
@@ -131,34 +125,60 @@ def write_texts(path: Path, texts: "Sequence[Text]") -> None:
     )
 
 
-def write_positions(path: Path, everything: Sequence[tuple]) -> None:
+def write_positions(path: Path, rows: Iterable[Mapping[str, np.ndarray]]) -> None:
     """positions.parquet: one row per arm, prompt and position (1 = the second new token, the chain's first).
 
-    `everything` holds (texts, columns per arm, analysis, kind of text) for each set of texts.
+    `rows` are columns of consecutive rows, written as they come: a row group each, and no more than one in memory.
     """
-    parts: dict[str, list] = {}
-    for texts, columns, done, kind in everything:
-        lengths = done.lengths
-        shared = {
-            "text": np.full(int(lengths.sum()), kind),
-            "prompt": np.repeat([t.prompt.id for t in texts], lengths),
-            "group": np.repeat([t.prompt.group or "" for t in texts], lengths),
-            "position": np.concatenate([np.arange(1, n + 1) for n in lengths]),
-            "context_len": np.concatenate(
-                [len(t.prompt.tokens) + np.arange(1, n + 1) for t, n in zip(texts, lengths, strict=True)]
-            ),
-            "token": done.tokens,
-        }
-        for arm, cols in columns.items():
-            rows = {"arm": np.full(int(lengths.sum()), arm)} | shared | dict(cols) | {"b": done.arms[arm].b}
-            for name, values in rows.items():
-                parts.setdefault(name, []).append(np.asarray(values))
-    write_parquet(path, {name: np.concatenate(chunks) for name, chunks in parts.items()})
-
-
-def read_positions(path: Path) -> dict[str, np.ndarray]:
-    """positions.parquet as columns, in the order of its rows."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pq.read_table(path)
-    return {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
+    writer = None
+    try:
+        for columns in rows:
+            table = pa.table(dict(columns))
+            writer = writer or pq.ParquetWriter(path, table.schema, compression="zstd")
+            writer.write_table(table, row_group_size=1 << 30)
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def position_rows(
+    texts: "Sequence[Text]", columns: Mapping[str, np.ndarray], b: np.ndarray, arm: str, kind: str
+) -> dict[str, np.ndarray]:
+    """Rows of positions.parquet for some texts under one arm; `b` and `columns` hold their positions."""
+    lengths = np.array([t.positions for t in texts])
+    total = int(lengths.sum())
+    return {
+        "arm": np.full(total, arm),
+        "text": np.full(total, kind),
+        "prompt": np.repeat([t.prompt.id for t in texts], lengths),
+        "group": np.repeat([t.prompt.group or "" for t in texts], lengths),
+        "position": np.concatenate([np.arange(1, n + 1) for n in lengths]),
+        "context_len": np.concatenate(
+            [len(t.prompt.tokens) + np.arange(1, n + 1) for t, n in zip(texts, lengths, strict=True)]
+        ),
+        "token": np.concatenate([np.array(t.response[1:]) for t in texts]),
+        **columns,
+        "b": b,
+    }
+
+
+def read_positions(path: Path, columns: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    """positions.parquet as columns (all by default), in the order of its rows; equal strings are one object."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pq.read_schema(path)
+    strings = [f.name for f in schema if pa.types.is_string(f.type)]
+    table = pq.read_table(path, columns=None if columns is None else list(columns), read_dictionary=strings)
+    out = {}
+    for name in table.column_names:
+        column = table.column(name)
+        if name in strings:
+            chunks = [np.array(c.dictionary.to_pylist(), dtype=object)[c.indices.to_numpy()] for c in column.chunks]
+            out[name] = np.concatenate(chunks) if chunks else np.array([], dtype=object)
+        else:
+            out[name] = column.to_numpy()
+    return out

@@ -5,21 +5,22 @@ before it made; `specq.analysis` and `specq.recommendation` hold the arithmetic.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from specq import analysis, decision, files, pairs, recommendation
+from specq import __version__, analysis, decision, files, pairs, recommendation
 from specq.acceptance import Rule
 from specq.analysis import BASE, NULL, Analysis
 from specq.chain import edge_bias
-from specq.config import DRAWS, StudyConfig
+from specq.checkpoint import fingerprint
+from specq.config import DRAWS, StudyConfig, identity
 from specq.cost import CostModel, Operating, cycle_times, measured, roofline, table
 from specq.cost.gpus import get_gpu
 from specq.decision import Decision, StudyFacts
-from specq.errors import SpecqError
+from specq.errors import Interrupted, SpecqError
 from specq.inputs import (
     Models,
     Scales,
@@ -32,15 +33,18 @@ from specq.inputs import (
     round_query_policy,
 )
 from specq.kv import KVFormat, get_format
+from specq.measure import Work, sample, score
 from specq.progress import Reporter
 from specq.prompts import Prompt, PromptReport, read_records
-from specq.replay import ALTERNATIVE, Arm, ReplayResult, Setting, score_texts
+from specq.replay import ALTERNATIVE, Arm, ReplayResult, Setting
 from specq.report.schema import Recommendation
-from specq.texts import Text, sample_texts
+from specq.shards import BLOCK, Run, workspace
+from specq.texts import Text
 
 BF16 = get_format("bf16")
 SATURATION_WARNING = 1e-6  # share of saturated elements worth a word
 EDGE_WARNING = 0.02  # relative lift of mu by cut last cycles worth a word
+ROWS = 1 << 16  # rows of positions.parquet written at once
 GIVEN_TEXT_Z = 3.0  # beyond this, given responses were not sampled from the target
 
 
@@ -55,7 +59,7 @@ class TextSet:
 
     @property
     def columns(self) -> dict[str, analysis.Columns]:
-        """Logged columns per arm."""
+        """Logged columns per arm; they lie in the run's pieces and can be read until the study is complete."""
         return {name: scores.columns for name, scores in self.replay.arms.items()}
 
 
@@ -99,53 +103,19 @@ class Stopwatch:
         self.seconds["total"] = now - self.began
 
 
-def sample(
-    config: StudyConfig, models: Models, prompts: list[Prompt], fmt: KVFormat, setting: Setting, reporter: Reporter
-) -> list[Text]:
-    """Texts of one target format over its own cache."""
-    total = sum(len(p.tokens) - 1 for p in prompts) + len(prompts) * config.output_tokens
-    with reporter.task(f"sampling text, {fmt.name} cache", total) as done:
-        return sample_texts(
-            models.target,
-            prompts,
-            fmt,
-            transform=setting.transform,
-            vocabulary=models.vocabulary.size,
-            max_tokens=config.output_tokens,
-            seed=config.seed,
-            arm=f"{fmt.name}+bf16",
-            scales=setting.scales.get(("target", fmt.name)),
-            round_query=setting.round_query(fmt),
-            progress=done,
-        )
-
-
 def arms_of(fmt: KVFormat) -> list[Arm]:
-    """The two arms of a format: the target's cache alone, and both."""
-    return [Arm.of(fmt, BF16), Arm.of(fmt, fmt)]
+    """The arms of a format: the target's cache alone, and both."""
+    return list({a.name: a for a in (Arm.of(fmt, BF16), Arm.of(fmt, fmt))}.values())
 
 
-def score(
-    config: StudyConfig, models: Models, kind: str, texts: list[Text], arms: Sequence[Arm], setting: Setting, what: str,
-    reporter: Reporter,
-) -> TextSet:  # fmt: skip
-    """Replay `texts` under `arms` and run the chain; the first arm is the one that sampled the texts."""
-    longest = max(t.positions for t in texts)
-    if longest <= config.k_max:
-        raise SpecqError(
-            f"the longest text has {longest} positions to score, too few for a cycle of {config.k_max} drafts; give other"
-            " prompts or a smaller --k-max"
-        )
-    arms = list({a.name: a for a in arms}.values())
-    passes = len({p for arm in arms for p in (arm.target, arm.draft)})
-    total = passes * sum(len(t.prompt.tokens) + t.positions for t in texts)
-    with reporter.task(f"scoring {what}", total) as done:
-        replay = score_texts(models.target, models.draft, texts, arms, setting, done)
-    columns = {name: s.columns for name, s in replay.arms.items()}
+def analysed(work: Work, kind: str, texts: list[Text], replay: ReplayResult) -> TextSet:
+    """Run the chain over scored texts; the replay's first arm is the one that sampled them."""
+    config, columns = work.config, {name: s.columns for name, s in replay.arms.items()}
+    base = next(iter(columns))
     # arms with the same target format as the one that sampled the texts sampled them as well: their own b applies
-    writers = tuple(a.name for a in arms if a.target == arms[0].target)
+    writers = tuple(name for name in columns if name.split("+")[0] == base.split("+")[0])
     done = analysis.analyse(
-        texts, columns, arms[0].name, setting.rule, config.k_max, seed=config.seed, draws=DRAWS, sampled_own=writers
+        texts, columns, base, work.setting.rule, config.k_max, seed=config.seed, draws=DRAWS, sampled_own=writers
     )
     return TextSet(kind, texts, replay, done)
 
@@ -184,12 +154,32 @@ def build_cost(config: StudyConfig, models: Models, formats: Sequence[KVFormat],
         )
 
 
+def run_of(config: StudyConfig, directories: dict[str, str], models: Models, part: tuple[int, int] = (1, 1)) -> Run:
+    """What this study's pieces are marked with."""
+    import torch
+    import transformers
+
+    weights = {r: fingerprint(m.checkpoint) for r, m in (("target", models.target), ("draft", models.draft))}
+    versions = {"specq": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return Run(identity(config) | {"weights": weights}, config.model_dump(mode="json"), directories, versions, part)
+
+
 def run_study(
-    config: StudyConfig, directories: dict[str, str], out: Path, overwrite: bool, reporter: Reporter
-) -> Study:
+    config: StudyConfig,
+    directories: dict[str, str],
+    out: Path,
+    overwrite: bool,
+    reporter: Reporter,
+    *,
+    resume: bool = False,
+    part: tuple[int, int] = (1, 1),
+    sources: Sequence[Path] = (),
+) -> Study | None:
     """Run a study into `out`; `directories` maps each format's name to its sub-directory.
 
-    Raises SpecqError for everything the user can mend; nothing is left behind then.
+    `resume` continues an interrupted run; `part` (i, n) measures the i-th of n shares only, whose pieces are `out` then
+    (None is returned); `sources` are directories of such pieces to join. Raises SpecqError for everything the user can
+    mend; finished pieces are kept in `<out>.partial/`.
     """
     watch = Stopwatch()
     formats = [get_format(name) for name in config.dtypes]
@@ -198,40 +188,64 @@ def run_study(
     cost = None if config.cost == "measured" else build_cost(config, models, formats, reporter)
     transform, draft_transform = resolve_sampling(config, models.target)
     prompts, spare = choose_prompts(config, models, records, prompt_report, reporter)
+    blocks = -(-len(prompts) // BLOCK)
+    if part[1] > blocks:
+        raise SpecqError(
+            f"--part {part[0]}/{part[1]}: the study's {len(prompts)} prompts make {blocks} blocks of {BLOCK}, which is what"
+            f" machines can share; take at most {blocks} parts or more prompts"
+        )
     rule = Rule(config.draft_sampling, config.verify)
     watch.lap("load")
-    with files.whole_directory(out, overwrite) as folder:
+    run = run_of(config, directories, models, part)
+    with workspace(out, run, reporter, overwrite=overwrite, resume=resume, sources=sources) as shards:
         scales = calibrate(config, models, formats, prompts, spare, reporter)
         rounds = round_query_policy(config)
         setting = Setting(transform, draft_transform, rule, models.vocabulary, config.seed, scales, rounds)
         watch.lap("calibrate")
-        given = config.text == "given"
-        texts = given_texts(prompts, models) if given else sample(config, models, prompts, BF16, setting, reporter)
-        watch.lap("sample")
-        arms = [Arm.of(BF16, BF16), Arm.of(BF16, BF16, ALTERNATIVE, NULL)]
-        if config.text != "own":
-            arms += [arm for f in formats for arm in arms_of(f)]
-        what = "given text" if given else "the baseline's text"
-        main = score(config, models, "given" if given else "same", texts, arms, setting, what, reporter)
-        own = {}
-        if config.text in ("own", "both"):
-            for f in formats:
-                texts = sample(config, models, prompts, f, setting, reporter)
-                own[f.name] = score(config, models, "own", texts, arms_of(f), setting, f"{f.name}'s own text", reporter)
-        watch.lap("score")
+        work = Work(config, models, setting, prompts, shards, reporter)
+        measured_sets = measure(work, formats, watch)
+        if part[1] > 1:
+            return None
+        main, *own = (analysed(work, *measured_set) for measured_set in measured_sets)
         cost = cost or build_cost(config, models, formats, reporter)
         watch.lap("cost")
+        own = {f.name: found for f, found in zip(formats, own, strict=False)}
         facts = gather_facts(config, pair, models, setting, formats, main, own)
-        facts.warnings[None] += prompt_warnings(config, prompts, prompt_report)
+        facts.warnings[None] += [*prompt_warnings(config, prompts, prompt_report), *work.notes]
         study = Study(
             config, directories, pair, models, setting, prompts, prompt_report, main, own, facts, cost,
             timings=watch.seconds,
         )  # fmt: skip
         decide(study, formats)
         watch.lap("decide")
-        write(folder, study)
+        write(shards.folder.parent, study)
     draw(out)
     return study
+
+
+def measure(work: Work, formats: Sequence[KVFormat], watch: Stopwatch) -> list[tuple[str, list[Text], ReplayResult]]:
+    """(kind, texts, scores) of the baseline's or given text, then of every format's own text where that is wanted."""
+    config = work.config
+    given = config.text == "given"
+    texts = given_texts(work.mine, work.models) if given else sample(work, BF16)
+    longest = max(t.positions for t in texts)
+    if longest <= config.k_max:
+        raise SpecqError(
+            f"the longest text has {longest} positions to score, too few for a cycle of {config.k_max} drafts; give other"
+            " prompts or a smaller --k-max"
+        )
+    watch.lap("sample")
+    arms = [Arm.of(BF16, BF16), Arm.of(BF16, BF16, ALTERNATIVE, NULL)]
+    if config.text != "own":
+        arms += [arm for f in formats for arm in arms_of(f) if arm.name != BASE]
+    kind, what = ("given", "given text") if given else ("same", "the baseline's text")
+    found = [(kind, texts, score(work, kind, texts, arms, what))]
+    if config.text in ("own", "both"):
+        for f in formats:
+            texts = sample(work, f)
+            found.append(("own", texts, score(work, f"own-{f.name}", texts, arms_of(f), f"{f.name}'s own text")))
+    watch.lap("score")
+    return found
 
 
 def draw(out: Path) -> None:
@@ -240,6 +254,10 @@ def draw(out: Path) -> None:
 
     try:
         write_report(out)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"interrupted; the study in {out} is complete, and the same command draws its report"
+        ) from None
     except Exception as error:
         raise SpecqError(
             f"the study in {out} is complete, but its report could not be drawn ({type(error).__name__}: {error}); the same"
@@ -364,13 +382,29 @@ def _served_name(side: pairs.Side) -> str:
     return str(Path(side.source).resolve()) if side.local else side.source
 
 
+def position_rows(found: TextSet) -> Iterator[dict[str, np.ndarray]]:
+    """Rows of positions.parquet, arm by arm and some texts at a time, cut where ROWS are reached and not by pieces."""
+    lengths = [t.positions for t in found.texts]
+    ends = np.cumsum(lengths)
+    for arm, columns in found.columns.items():
+        whole = {name: columns[name] for name in columns}
+        first = row = 0
+        while first < len(lengths):
+            last = min(int(np.searchsorted(ends, row + ROWS)) + 1, len(lengths))
+            end = int(ends[last - 1])
+            part = {name: values[row:end] for name, values in whole.items()}
+            b = found.analysis.arms[arm].b[row:end]
+            yield files.position_rows(found.texts[first:last], part, b, arm, found.kind)
+            first, row = last, end
+
+
 def write(folder: Path, study: Study) -> None:
     """All files of a study but its report."""
     from specq.summary import summarise_study
 
     sets = [study.main, *study.own.values()]
     files.write_texts(folder / "texts.parquet", [t for s in sets for t in s.texts])
-    files.write_positions(folder / "positions.parquet", [(s.texts, s.columns, s.analysis, s.kind) for s in sets])
+    files.write_positions(folder / "positions.parquet", (rows for s in sets for rows in position_rows(s)))
     for name, rec in study.recommendations.items():
         sub = folder / study.directories[name]
         sub.mkdir()

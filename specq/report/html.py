@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
+from specq.files import write_text
 from specq.report.view import BASE, NULL, UNKNOWN, FormatView, interval, number
 
 Row = tuple[str, ...]
@@ -42,7 +43,7 @@ def write_html(path: Path, study: dict, recommendation: dict, plots: dict[str, P
     template = environment.get_template("template.html.j2")
     text = template.render(page(FormatView(study, recommendation)), figures=_figures(plots))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)
 
 
 def _figures(plots: dict[str, Path]) -> list[dict]:
