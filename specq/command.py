@@ -126,6 +126,10 @@ def _finished(out: Path, config: StudyConfig, share: tuple[int, int]) -> bool:
     if not whole:
         _tell_part(out)
         return True
+    if (out / "run.json").is_file():  # killed between renaming and tidying up
+        from specq.shards import tidy
+
+        tidy(out)
     directories = finished["directories"]
     if not all((out / d / "report.html").is_file() for d in directories.values()):
         from specq.study import draw
@@ -147,9 +151,6 @@ def merge_command(
     from specq.shards import read_run
 
     out = Path(os.path.normpath(out))
-    files.refuse_foreign(out)
-    if out.exists() and any(out.iterdir()) and not overwrite:
-        raise SpecqError(f"{out} holds a study already; choose another directory, or --overwrite to replace it")
     runs = [read_run(p) for p in parts]
     for path, run in zip(parts, runs, strict=True):
         if run is None:

@@ -249,6 +249,8 @@ def workspace(
     while the first one works. `sources` are directories whose pieces are taken over; nothing is computed then.
     """
     files.refuse_foreign(out)
+    if out.exists() and any(out.iterdir()) and not overwrite:
+        raise SpecqError(f"{out} holds a study already; choose another --out, or --overwrite to replace it")
     partial = partial_of(out)
     with files.sole_writer(out):
         refuse_mixing(out, lambda old: old["study"] == run.digest, overwrite, resume or bool(sources))
@@ -258,15 +260,23 @@ def workspace(
             shards = _opened(partial, run, reporter, overwrite, sources)
             yield shards
             files.replace_directory(partial, out, overwrite)
-            if (out / "study.json").is_file():  # a whole study; a part of one is its pieces
-                shutil.rmtree(out / "shards", ignore_errors=True)
-                (out / "run.json").unlink(missing_ok=True)
+            tidy(out)
+
+
+def tidy(out: Path) -> None:
+    """Remove the pieces of a study that is whole; a part of a study is its pieces and keeps them."""
+    if (out / "study.json").is_file():
+        shutil.rmtree(out / "shards", ignore_errors=True)
+        (out / "run.json").unlink(missing_ok=True)
 
 
 def _opened(partial: Path, run: Run, reporter: Reporter, overwrite: bool, sources: Sequence[Path]) -> Shards:
     if overwrite or not count(partial):
         shutil.rmtree(partial, ignore_errors=True)
     (partial / "shards").mkdir(parents=True, exist_ok=True)
+    for path in partial.iterdir():  # final files of a run that was killed while it wrote them
+        if path.name not in ("shards", "run.json"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     shards = Shards(partial / "shards", run, computes=not sources)
     described = asdict(run) | {"study": run.digest, "schema_version": 1}
     files.write_json(partial / "run.json", {k: v for k, v in described.items() if k != "identity"})

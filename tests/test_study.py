@@ -304,18 +304,6 @@ def test_bf16_against_itself_is_exactly_nothing(tmp_path):
     assert (shift.value, shift.se, shift.ci95, shift.significant) == (0.0, 0.0, (0.0, 0.0), False)
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
-    """A run that fails while writing (no disk, say) leaves no directory that looks like a study."""
-    from specq import files
-
-    monkeypatch.setattr(
-        files, "write_positions", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    )
-    with pytest.raises(OSError):
-        small_study(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_report_that_cannot_be_drawn_costs_no_measurement(tmp_path, monkeypatch):
     """When drawing fails the study stays, the message says so, and drawing again completes it."""
     from specq.errors import SpecqError
@@ -358,22 +346,6 @@ def test_overwrite_replaces_studies_and_nothing_else(tmp_path):
     assert out.returncode == 2 and "no study" in out.stderr and (folder / "thesis.tex").read_text() == "years of work"
     for bad in (tmp_path / "mine" / "thesis.tex", "."):
         assert run("study", *SMALL, "--out", bad, "--overwrite", cwd=tmp_path).returncode == 2
-
-
-def test_a_second_study_into_the_same_directory_is_refused(tmp_path):
-    """While one study writes, another into the same directory is refused; what a killed one left is cleared."""
-    from specq.errors import SpecqError
-    from specq.files import whole_directory
-
-    out = tmp_path / "out"
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "left").write_text("")
-    with whole_directory(out, False) as folder:
-        assert list(folder.iterdir()) == []
-        with pytest.raises(SpecqError, match="another study is being written"), whole_directory(out, False):
-            pass
-        (folder / "study.json").write_text("{}")
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_an_edited_timings_file_is_another_configuration(tmp_path):
