@@ -109,6 +109,18 @@ def merge(
 
 
 @app.command()
+def import_metrics(
+    before: Annotated[Path, typer.Argument(help="Text of a vLLM server's /metrics page.")],
+    after: Annotated[Path | None, typer.Argument(help="The same, later; without it: since the server's start.")] = None,
+    model: Annotated[str | None, typer.Option(help="model_name, where the server has several.")] = None,
+) -> None:
+    """What a server counted about speculative decoding, as JSON."""
+    from specq.engines.metrics import import_metrics as read
+
+    typer.echo(json.dumps(read(before, after, model).as_dict(), indent=2, allow_nan=False))
+
+
+@app.command()
 def bench(
     names: Annotated[list[str] | None, typer.Argument(help="help, chain, study, precision[:SEED].")] = None,
 ) -> None:

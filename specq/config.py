@@ -88,16 +88,16 @@ def same_study(config: StudyConfig, stored: Any) -> bool:  # noqa: ANN401 - JSON
 
 
 def file_digest(path: str | None) -> str | None:
-    """sha256 of a file the configuration depends on, or None."""
-    if path is None:
+    """sha256 of a file the configuration depends on, or None where there is no path."""
+    if not isinstance(path, str):
         return None
-    if Path(path).exists() and not Path(path).is_file():
-        raise SpecqError(f"cannot read {path}: it is not a regular file")
     try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise SpecqError(f"cannot read {path}: it is not a regular file")
         with Path(path).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise SpecqError(f"cannot read {path}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise SpecqError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def make_config(**options: Any) -> StudyConfig:  # noqa: ANN401 - raw command-line values
@@ -105,10 +105,9 @@ def make_config(**options: Any) -> StudyConfig:  # noqa: ANN401 - raw command-li
     given = {k: v for k, v in options.items() if v is not None}
     given["prompts_sha256"] = file_digest(given.get("prompts"))
     given["calibrate_sha256"] = file_digest(given.get("calibrate"))
-    cost = given.get("cost", "")
-    given["cost_sha256"] = file_digest(
-        cost if cost and cost != "measured" and not cost.startswith("roofline:") else None
-    )
+    cost = given.get("cost")
+    named = isinstance(cost, str) and (cost in ("", "measured") or cost.startswith("roofline:"))
+    given["cost_sha256"] = None if named else file_digest(cost)
     try:
         return StudyConfig(**given)
     except ValidationError as error:

@@ -7,6 +7,7 @@ the static KV scales of its checkpoint. Nothing here goes to the network, runs c
 
 import inspect
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -209,6 +210,7 @@ def examine(source: str) -> Examined:
         )
         raise SpecqError(f"cannot read a model configuration from {source}{code}: {_first_line(error)}") from error
     geometry = geometry_of(config)
+    _refuse_implausible(checkpoint, config, geometry)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise SpecqError(f"{source} holds a {config.model_type} model, which transformers knows no causal LM for")
     try:
@@ -216,6 +218,23 @@ def examine(source: str) -> Examined:
     except Exception as error:
         raise SpecqError(f"no usable tokenizer in {source}: {_first_line(error)}") from error
     return Examined(checkpoint, config, geometry, tokenizer)
+
+
+def _refuse_implausible(checkpoint: Checkpoint, config: Any, geometry: Geometry) -> None:  # noqa: ANN401
+    """Raises SpecqError when config.json describes a far larger model than the weights hold.
+
+    transformers would allocate what config.json says before it noticed. The count is a lower bound on the described
+    model; the weights may be packed 8 to one element.
+    """
+    inner = getattr(config.get_text_config(), "intermediate_size", None)
+    per_layer = geometry.hidden * (geometry.heads * geometry.head_dim + (inner if isinstance(inner, int) else 0))
+    described = geometry.vocab * geometry.hidden + geometry.layers * per_layer
+    stored = sum(prod(t.shape) for t in checkpoint.tensors.values())
+    if described > 16 * stored or geometry.layers > len(checkpoint.tensors):
+        raise SpecqError(
+            f"config.json in {checkpoint.directory} describes at least {described:,} parameters in {geometry.layers} layers,"
+            f" and the weights hold {stored:,} in {len(checkpoint.tensors)} tensors; they do not belong together"
+        )
 
 
 def _compute_dtype(checkpoint: Checkpoint, device: str, notes: list[str]) -> tuple[torch.dtype, str]:
