@@ -122,7 +122,9 @@ def import_metrics(
 
 @app.command()
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(help="help, chain, study, precision[:SEED].")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="help, chain, study, precision[:SEED], memory[:TOKENS[:tiny]].")
+    ] = None,
 ) -> None:
     """Benchmark specq itself on this machine; one JSON line each."""
     from specq.bench import main as run_benches

@@ -141,7 +141,11 @@ def _finished(out: Path, config: StudyConfig, share: tuple[int, int]) -> bool:
 
 def _tell_part(out: Path) -> None:
     mine, parts = files.read_json(out / "run.json")["part"]
-    print(f"part {mine} of {parts} is complete: {out}\nwhen all parts are on one machine: specq merge OUT {out} ...")
+    print(
+        printable(
+            f"part {mine} of {parts} is complete: {out}\nwith all parts on one machine: specq merge OUT {out} ..."
+        )
+    )
 
 
 def merge_command(
@@ -182,7 +186,7 @@ def show(out: Path, directories: dict[str, str]) -> None:
         rec = Recommendation.model_validate(files.read_json(sub / "recommendation.json"))
         _show_one(console, rec, sub)
     console.print(
-        f"all figures: {out / 'study.json'}, {out / 'positions.parquet'}, {out / 'texts.parquet'}",
+        printable(f"all figures: {out / 'study.json'}, {out / 'positions.parquet'}, {out / 'texts.parquet'}"),
         soft_wrap=True,
         markup=False,
     )
@@ -228,4 +232,5 @@ def _show_one(console: Console, rec: Recommendation, sub: Path) -> None:
         table.add_row(escape(name), escape(printable(value)))
     console.rule(escape(printable(f"{rec.pair}: {rec.target_kv_dtype} against BF16")), align="left")
     console.print(table)
-    console.print(f"report: {sub / 'report.html'}\nJSON:   {sub / 'recommendation.json'}", soft_wrap=True, markup=False)
+    paths = f"report: {sub / 'report.html'}\nJSON:   {sub / 'recommendation.json'}"
+    console.print(printable(paths), soft_wrap=True, markup=False)

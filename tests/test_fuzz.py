@@ -183,8 +183,12 @@ def test_prompt_files(folder, body, kind, packing, after, undecodable):
         read(path, undecodable)
 
 
-@given(rows=st.lists(usable | usable | record, min_size=1, max_size=5), chat=st.sampled_from(["template", "raw"]), given_text=st.booleans(),
-       seed=st.integers(0, 3))  # fmt: skip
+@given(
+    rows=st.lists(usable | usable | record, min_size=1, max_size=5),
+    chat=st.sampled_from(["template", "raw"]),
+    given_text=st.booleans(),
+    seed=st.integers(0, 3),
+)
 @inputs("chat and ids", 150)
 def test_records_become_token_ids(folder, tokenizer, rows, chat, given_text, seed):
     """What is read is tokenised within the vocabulary and the length asked for, with one BOS, or skipped with a reason."""
