@@ -165,20 +165,32 @@ def position_rows(
     }
 
 
-def read_positions(path: Path, columns: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-    """positions.parquet as columns (all by default), in the order of its rows; equal strings are one object."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+class PositionFile(Mapping[str, np.ndarray]):
+    """positions.parquet as columns in the order of its rows, each read when it is asked for; equal strings are one object.
 
-    schema = pq.read_schema(path)
-    strings = [f.name for f in schema if pa.types.is_string(f.type)]
-    table = pq.read_table(path, columns=None if columns is None else list(columns), read_dictionary=strings)
-    out = {}
-    for name in table.column_names:
-        column = table.column(name)
-        if name in strings:
-            chunks = [np.array(c.dictionary.to_pylist(), dtype=object)[c.indices.to_numpy()] for c in column.chunks]
-            out[name] = np.concatenate(chunks) if chunks else np.array([], dtype=object)
-        else:
-            out[name] = column.to_numpy()
-    return out
+    A study of a million tokens has gigabytes of them, and what reads them wants one or two at a time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow.parquet as pq
+
+        self.path = path
+        self.names = pq.read_schema(path).names
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if name not in self.names:
+            raise KeyError(name)
+        column = pq.read_table(self.path, columns=[name], read_dictionary=[name]).column(0)
+        if not pa.types.is_dictionary(column.type):
+            return column.to_numpy()
+        chunks = [np.array(c.dictionary.to_pylist(), dtype=object)[c.indices.to_numpy()] for c in column.chunks]
+        return np.concatenate(chunks) if chunks else np.array([], dtype=object)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)

@@ -166,10 +166,18 @@ class Columns(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(pq.read_schema(self.paths[0]).names)
 
-    def slices(self, pieces: int) -> Iterator["Columns"]:
-        """The same columns, some pieces at a time."""
-        for first in range(0, len(self.paths), pieces):
-            yield Columns(self.paths[first : first + pieces], self.row_group)
+    def rows(self, first: int, last: int) -> dict[str, np.ndarray]:
+        """All columns, rows `first` to `last` only: no more than the pieces that hold them is read."""
+        tables, at = [], 0
+        for path in self.paths:
+            file = pq.ParquetFile(path)
+            count = file.metadata.row_group(self.row_group).num_rows
+            if at < last and first < at + count:
+                table = file.read_row_group(self.row_group)
+                tables.append(table.slice(max(first - at, 0), min(last - at, count) - max(first - at, 0)))
+            at += count
+        whole = pa.concat_tables(tables)
+        return {name: whole.column(name).to_numpy() for name in whole.column_names}
 
 
 def partial_of(out: Path) -> Path:

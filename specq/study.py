@@ -387,14 +387,12 @@ def position_rows(found: TextSet) -> Iterator[dict[str, np.ndarray]]:
     lengths = [t.positions for t in found.texts]
     ends = np.cumsum(lengths)
     for arm, columns in found.columns.items():
-        whole = {name: columns[name] for name in columns}
         first = row = 0
         while first < len(lengths):
             last = min(int(np.searchsorted(ends, row + ROWS)) + 1, len(lengths))
             end = int(ends[last - 1])
-            part = {name: values[row:end] for name, values in whole.items()}
             b = found.analysis.arms[arm].b[row:end]
-            yield files.position_rows(found.texts[first:last], part, b, arm, found.kind)
+            yield files.position_rows(found.texts[first:last], columns.rows(row, end), b, arm, found.kind)
             first, row = last, end
 
 

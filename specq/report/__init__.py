@@ -7,9 +7,6 @@ from pathlib import Path
 
 from specq import files
 
-# what the plots show of positions.parquet; the rest of it stays on disk
-POSITION_COLUMNS = ("arm", "text", "prompt", "context_len", "ratio", "alpha", "alpha_greedy", "alpha_strict")
-
 
 def write_report(folder: Path) -> None:
     """Plots and report.html for every format of the study in `folder`, from its JSON and parquet files."""
@@ -17,7 +14,7 @@ def write_report(folder: Path) -> None:
     from specq.report.plots import write_plots
 
     study = files.read_json(folder / "study.json")
-    positions = files.read_positions(folder / "positions.parquet", POSITION_COLUMNS)
+    positions = files.PositionFile(folder / "positions.parquet")
     for directory in study["directories"].values():
         recommendation = files.read_json(folder / directory / "recommendation.json")
         plots = write_plots(folder / directory / "plots", study, recommendation, positions)
