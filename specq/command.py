@@ -11,7 +11,7 @@ from rich.table import Table
 
 from specq import files, pairs
 from specq.checkpoint import fingerprint, open_checkpoint
-from specq.config import StudyConfig, file_digest, make_config, same_study
+from specq.config import StudyConfig, make_config, same_study
 from specq.cost.gpus import get_gpu
 from specq.errors import SpecqError, printable
 from specq.progress import Reporter
@@ -168,7 +168,6 @@ def merge_command(
     if len(versions) > 1:
         reporter.note(f"the parts were made under different versions, so last bits may differ: {'; '.join(versions)}")
     stored = runs[0]["configuration"] | {k: v for k, v in replacing.items() if v is not None}
-    stored |= {f"{k}_sha256": file_digest(stored[k]) for k in ("prompts", "calibrate") if stored.get(k)}
     for role in ("target", "draft"):
         if replacing.get(role):
             stored[f"{role}_sha256"] = fingerprint(open_checkpoint(replacing[role]))
