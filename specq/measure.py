@@ -14,10 +14,11 @@ from specq import shards
 from specq.config import StudyConfig
 from specq.inputs import Models
 from specq.kv import KVFormat
+from specq.memory import Fits
 from specq.progress import Reporter
 from specq.prompts import Prompt
 from specq.replay import Arm, ArmScores, Pass, ReplayResult, Setting, score_texts
-from specq.shards import BLOCK, SIZE, Columns, Fits, Piece, Shards
+from specq.shards import BLOCK, SIZE, Columns, Piece, Shards
 from specq.texts import Text, sample_texts
 
 

@@ -29,6 +29,7 @@ from specq.progress import Reporter
 
 BLOCK = 32  # prompts that are sampled together, and the least that a machine can take of a shared study
 SIZE = 8  # texts scored per piece; divides BLOCK, and no result depends on it
+OURS = ("shards", "run.json", "run.json.tmp")  # what a run that was killed early leaves
 T = TypeVar("T")
 
 
@@ -79,7 +80,7 @@ class Shards:
     ) -> list[Path]:
         """Paths of the pieces of `stage` in the order of the items, each of `size` items; what is missing is worked out.
 
-        Of a run that is a part of a study, only the blocks of that part. `size` divides BLOCK or is a multiple of it.
+        Of a run that is a part of a study, only the blocks of that part; `size` divides BLOCK.
         `skipped` is told about groups that were there already, for progress bars.
         """
         paths = []
@@ -208,10 +209,15 @@ def refuse_mixing(out: Path, same: Callable[[dict[str, Any]], bool], overwrite: 
     if not partial.exists():
         return
     run, pieces = read_run(partial), count(partial)
-    if not partial.is_dir() or (run is None and any(partial.iterdir())):
+    if not partial.is_dir() or (run is None and any(p.name not in OURS for p in partial.iterdir())):
         raise SpecqError(f"{partial} is in the way and is no interrupted study; move it or choose another --out")
     if not pieces or overwrite:
         return
+    if run is None:
+        raise SpecqError(
+            f"{partial} holds {pieces} finished pieces, but its run.json cannot be read, so nothing says of which study;"
+            " --overwrite discards them"
+        )
     if not same(run):
         raise SpecqError(
             f"{partial} holds {pieces} finished pieces of an interrupted study of another configuration; choose another --out,"
@@ -331,47 +337,3 @@ def _take_over(source: Path, shards: Shards) -> None:
             beside = target.with_suffix(".tmp")
             shutil.copyfile(path, beside)
             os.replace(beside, target)
-
-
-class Fits:
-    """A batch size that is halved when memory runs out and then stays so."""
-
-    def __init__(self, size: int, what: str, reporter: Reporter) -> None:
-        self.size, self.what, self.reporter = size, what, reporter
-        self.notes: list[str] = []
-
-    def run(self, work: Callable[[int], T]) -> T:
-        """`work(size)`, again with half the size as often as memory runs out. Raises SpecqError when 1 does not fit."""
-        while True:
-            result = _unless_out_of_memory(work, self.size)
-            if result is not None:
-                return result[0]
-            if self.size == 1:
-                raise SpecqError(
-                    f"out of memory with a single one of the {self.what}; give shorter --prompt-tokens or --output-tokens, or"
-                    " use a machine with more memory"
-                )
-            self.size = (self.size + 1) // 2
-            self.notes.append(f"out of memory: {self.what} are taken {self.size} at a time from here on")
-            self.reporter.note(self.notes[-1])
-
-
-def _unless_out_of_memory(work: Callable[[int], T], size: int) -> tuple[T] | None:
-    """(result,), or None when memory ran out; by then the failed attempt's tensors are free."""
-    try:
-        return (work(size),)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on a GPU or on the CPU."""
-    import torch
-
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

@@ -159,7 +159,10 @@ def run_of(config: StudyConfig, directories: dict[str, str], models: Models, par
     import torch
     import transformers
 
-    weights = {r: fingerprint(m.checkpoint) for r, m in (("target", models.target), ("draft", models.draft))}
+    weights = {
+        "target": config.target_sha256 or fingerprint(models.target.checkpoint),
+        "draft": config.draft_sha256 or fingerprint(models.draft.checkpoint),
+    }
     versions = {"specq": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     return Run(identity(config) | {"weights": weights}, config.model_dump(mode="json"), directories, versions, part)
 

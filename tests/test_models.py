@@ -178,6 +178,31 @@ def test_sampling_stops_at_any_eos(tmp_path):
     assert any(t.ended for t in texts)
 
 
+def test_s09_nan_logits_while_sampling_name_prompt_and_position(tmp_path, monkeypatch):
+    """S-09: a NaN row while text is sampled stops with the arm, the prompt and the position; no token comes of it."""
+    model = load(str(save_model(tmp_path / "m", seed=5)))
+    model.eos_ids = frozenset()
+    forward, calls = model.forward, []
+
+    def poisoned(tokens, cache, counts=None, keep=0):
+        logits = forward(tokens, cache, counts, keep)
+        if keep == 0:
+            calls.append(1)
+            if len(calls) == 4:
+                logits = logits.clone()
+                logits[1] = float("nan")
+        return logits
+
+    monkeypatch.setattr(model, "forward", poisoned)
+    prompts = [Prompt(f"p{i}", f"p{i}", None, (0, 3 + i, 5)) for i in range(3)]
+    with pytest.raises(
+        SpecqError, match=r"arm bf16\+bf16: the target gave NaN logits for prompt p1 at response position 3"
+    ):
+        sample_texts(
+            model, prompts, BF16, transform=Transform(), vocabulary=VOCAB, max_tokens=9, seed=0, arm="bf16+bf16"
+        )
+
+
 def test_texts_do_not_depend_on_the_batch(tmp_path):
     """Check 4 for sampling: every prompt has its own noise, so batches of 1, 3 and 8 give the same texts."""
     model = load(str(save_model(tmp_path / "m", seed=5)))

@@ -21,8 +21,9 @@ from specq import files, measure, shards, study
 from specq.command import merge_command, resolve, study_command
 from specq.config import StudyConfig
 from specq.errors import Interrupted, SpecqError
+from specq.memory import Fits, is_out_of_memory
 from specq.progress import Reporter
-from specq.shards import Fits, Piece, Run, is_out_of_memory, partial_of, workspace
+from specq.shards import Piece, Run, partial_of, workspace
 
 QUIET = Reporter(quiet=True)
 KILLS = 20
@@ -353,6 +354,17 @@ def test_a_second_study_into_the_same_directory_is_refused(tmp_path):
         assert forked(other) == 0
         (work.folder.parent / "study.json").write_text("{}")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "out.partial" / "shards").mkdir(parents=True)  # killed before run.json was written
+    (tmp_path / "out.partial" / "run.json.tmp").write_text("{")
+    with workspace(out, an_empty_run(), QUIET, overwrite=True):
+        pass
+    (tmp_path / "y.partial" / "shards").mkdir(parents=True)
+    (tmp_path / "y.partial" / "shards" / "texts-0.parquet").write_bytes(b"whose?")
+    with (
+        pytest.raises(SpecqError, match="run.json cannot be read"),
+        workspace(tmp_path / "y", an_empty_run(), QUIET, resume=True),
+    ):
+        pass
     (tmp_path / "x.partial").mkdir()
     (tmp_path / "x.partial" / "thesis.tex").write_text("years of work")
     for overwrite in (False, True):

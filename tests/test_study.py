@@ -319,6 +319,25 @@ def test_a_report_that_cannot_be_drawn_costs_no_measurement(tmp_path, monkeypatc
     assert (tmp_path / "out" / "fp8" / "report.html").is_file()
 
 
+def test_q16_weight_errors_move_both_arms_and_not_the_shift(tmp_path, word_prompts):
+    """Q-16: weights rounded to powers of two (the draft keeps the good ones) lower mu of the baseline and of the format
+    alike: the shift stays the cache's own, far smaller."""
+    from safetensors.torch import load_file, save_file
+
+    pair = (save_model(tmp_path / "t", seed=1, scale=3.0), save_model(tmp_path / "d", seed=1, scale=3.0))
+    found = {}
+    for name in ("own", "rounded"):
+        study, _ = small_study(tmp_path / name, pair, ("int8",), prompts=str(word_prompts))
+        rec = study.recommendations["int8_per_token_head"]
+        found[name] = rec.baseline_mu_accepted["5"], rec.mu_accepted["5"], rec.mu_shift.value
+        weights = load_file(pair[0] / "model.safetensors")
+        rounded = {n: w.sign() * w.abs().clamp_min(1e-9).log2().round().exp2() for n, w in weights.items()}
+        save_file(rounded, pair[0] / "model.safetensors", metadata={"format": "pt"})
+    (base, mine, shift), (base_rounded, mine_rounded, shift_rounded) = found.values()
+    assert base - base_rounded > 1 and mine - mine_rounded > 1
+    assert max(abs(shift), abs(shift_rounded)) < 0.2 * (base - base_rounded)
+
+
 def test_no_speculation_now_still_tells_the_shift(tmp_path):
     """Current K = 0: mu_shift is told for the recommended K (or k_max), not a trivial 0 at K = 0."""
     study, _ = small_study(tmp_path, current_k=0)
