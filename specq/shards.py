@@ -270,7 +270,7 @@ def workspace(
         refuse_mixing(out, lambda old: old["study"] == run.digest, overwrite, resume or bool(sources))
         if count(partial) and not overwrite:
             _refuse_other_ways(partial, run)
-        with _keeping(partial):
+        with _keeping(partial, borrowed=bool(sources) and not count(partial)):
             shards = _opened(partial, run, reporter, overwrite, sources)
             yield shards
             files.replace_directory(partial, out, overwrite)
@@ -306,25 +306,30 @@ def _opened(partial: Path, run: Run, reporter: Reporter, overwrite: bool, source
 
 
 @contextmanager
-def _keeping(partial: Path) -> Iterator[None]:
-    """Turn interruptions and failed writes into sentences that say what is kept; remove a directory without pieces."""
+def _keeping(partial: Path, borrowed: bool) -> Iterator[None]:
+    """Turn interruptions and failed writes into sentences that say what is kept.
+
+    A directory without pieces is removed, and so is one of `borrowed` pieces, copies of what lies elsewhere.
+    """
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted(f"interrupted; {_kept(partial)}") from None
+        raise Interrupted(f"interrupted; {_kept(partial, borrowed)}") from None
     except OSError as error:
-        raise SpecqError(f"cannot write to {partial}: {error.strerror or error}; {_kept(partial)}") from error
+        raise SpecqError(f"cannot write to {partial}: {error.strerror or error}; {_kept(partial, borrowed)}") from error
     except SpecqError as error:
-        if count(partial):
-            raise SpecqError(f"{error}\n({_kept(partial)})") from error
+        if count(partial) and not borrowed:
+            raise SpecqError(f"{error}\n({_kept(partial, borrowed)})") from error
         raise
     finally:
-        if partial.is_dir() and not count(partial):
+        if partial.is_dir() and (borrowed or not count(partial)):
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _kept(partial: Path) -> str:
+def _kept(partial: Path, borrowed: bool) -> str:
     pieces = count(partial)
+    if borrowed:
+        return "the parts are as they were"
     if not pieces:
         return "no piece was finished yet, so nothing is kept"
     return f"{pieces} finished pieces are kept in {partial}, and the same command with --resume continues"

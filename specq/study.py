@@ -194,8 +194,8 @@ def run_study(
     blocks = -(-len(prompts) // BLOCK)
     if part[1] > blocks:
         raise SpecqError(
-            f"--part {part[0]}/{part[1]}: the study's {len(prompts)} prompts make {blocks} blocks of {BLOCK}, which is what"
-            f" machines can share; take at most {blocks} parts or more prompts"
+            f"--part {part[0]}/{part[1]}: machines share a study in blocks of {BLOCK} prompts, and its {len(prompts)} prompts"
+            f" make {blocks}; take at most {blocks} parts, or more prompts"
         )
     rule = Rule(config.draft_sampling, config.verify)
     watch.lap("load")
