@@ -1,6 +1,7 @@
 """The command line. Heavy imports happen inside the command that needs them, so that --help is quick."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -164,6 +165,7 @@ def schema(name: Annotated[str, typer.Argument(help="recommendation or speculati
 
 def main() -> None:
     """Entry point: SpecqError becomes one message and its exit code (2), Ctrl-C one sentence and 130."""
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its own pool holds on to what a study has freed
     try:
         app()
     except SpecqError as error:
