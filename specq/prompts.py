@@ -59,11 +59,22 @@ def _encode(record: Record, tokenizer: Any, chat: str, wanted: int) -> tuple[lis
     if cut:
         text = text[:limit] if record.kind == "text" else text[-limit:]
     ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    bos = tokenizer.bos_token_id
+    return _one_bos(ids, tokenizer.bos_token_id), cut
+
+
+def _one_bos(ids: list[int], bos: int | None) -> list[int]:
+    """The same ids with exactly one leading BOS, where there is such a token."""
     if bos is None:
-        return ids, cut
+        return ids
     start = next((i for i, t in enumerate(ids) if t != bos), len(ids))
-    return [bos, *ids[start:]], cut
+    return [bos, *ids[start:]]
+
+
+def _cut(ids: list[int], wanted: int, bos: int | None) -> list[int]:
+    """The last `wanted` ids, a leading BOS being one of them; a BOS in the text that the cut bares does not stay."""
+    if ids[0] != bos:
+        return ids[-wanted:]
+    return _one_bos(ids[len(ids) - wanted + 1 :], bos)
 
 
 def encode_prompts(
@@ -114,7 +125,7 @@ def encode_prompts(
             continue
         long = len(ids) > prompt_tokens or cut
         if len(ids) > prompt_tokens:
-            ids = ids[:prompt_tokens] if record.kind == "text" else [ids[0], *ids[len(ids) - prompt_tokens + 1 :]]
+            ids = ids[:prompt_tokens] if record.kind == "text" else _cut(ids, prompt_tokens, tokenizer.bos_token_id)
         name = record.id
         while name in taken:
             name = f"{name} (line {record.line})"

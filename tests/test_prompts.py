@@ -73,6 +73,9 @@ def test_one_bos_and_long_prompts_keep_their_end(tmp_path, tokenizer):
     )
     prompts, report = encode(path, tokenizer)
     got = {p.id: p.tokens for p in prompts}
+    path.write_text('{"prompt": "a a a <s> b c d e"}\n{"prompt_token_ids": [9, 8, 7, 6, 5, 4, 3]}')
+    bared = {p.id: p.tokens for p in encode(path, tokenizer)[0]}
+    assert bared == {"line1": (0, 3, 4, 5, 6), "line2": (8, 7, 6, 5, 4, 3)}
     assert got["line1"] == (0, 2) and got["line2"] == (0, 5, 6, 7, 8, 9)
     assert [p.id for p in prompts if p.truncated] == ["line2"]
     assert "line3" not in got and report.too_short == 1
