@@ -12,29 +12,12 @@ Sources: Leviathan et al. 2023 (arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.
 follow by putting a one-hot q, or equality with the target's own sample, in its place.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
+from specq.rules import Rule
 from specq.sampling import inverse_cdf
-
-DraftSampling = Literal["probabilistic", "greedy"]
-Verify = Literal["standard", "strict"]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How a draft token is proposed and accepted."""
-
-    draft_sampling: DraftSampling = "probabilistic"
-    verify: Verify = "standard"
-
-    @property
-    def name(self) -> str:
-        """Short name for tables."""
-        return f"{self.draft_sampling} draft, {self.verify} verification"
 
 
 @dataclass
@@ -100,19 +83,6 @@ def score_positions(
         top1_agrees=logp.argmax(-1) == base_logp.argmax(-1),
         entropy=-torch.where(p > 0, p * logp, torch.zeros_like(p)).sum(-1),
     )
-
-
-def acceptance_terms(scores: Mapping[str, torch.Tensor], tokens: torch.Tensor, rule: Rule) -> tuple:
-    """(a, b) of every position under `rule`, from logged columns (tensors or numpy arrays turned into tensors).
-
-    b has limit values where a token lies outside a support: 1 where p(x) = 0 < q(x), and 0 where both are 0.
-    """
-    if rule.draft_sampling == "greedy":
-        return scores["alpha_greedy"], (tokens == scores["draft_top1"]).to(scores["alpha_greedy"].dtype)
-    logq, logp = scores["logq"], scores["logp"]
-    if rule.verify == "strict":
-        return scores["alpha_strict"], logq.exp()
-    return scores["alpha"], torch.where(logq == float("-inf"), 0.0, (logq - logp).clamp(max=0.0).exp())
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

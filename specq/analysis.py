@@ -7,23 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from specq import chain, stats
-from specq.acceptance import Rule, acceptance_terms
-from specq.texts import Text
+from specq.prompts import Text
+from specq.rules import Rule, acceptance_terms
 
 # the baseline, and its repetition under another order of arithmetic
 BASE, NULL = "bf16+bf16", "null"
 Columns = Mapping[str, np.ndarray]
-
-
-def terms(columns: Columns, tokens: np.ndarray, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
-    """(a, b) per position in float64 under `rule`, from one arm's columns."""
-    wanted = ("alpha", "alpha_greedy", "alpha_strict", "logp", "logq", "draft_top1")
-    tensors = {k: torch.from_numpy(np.asarray(columns[k])) for k in wanted}
-    a, b = acceptance_terms(tensors, torch.from_numpy(tokens), rule)
-    return a.double().numpy(), b.double().numpy()
 
 
 def by_text(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -80,6 +71,11 @@ class Analysis:
         """Emitted for K = 0..k_max in every bootstrap draw, [draws, k_max + 1]."""
         return self.resampler.emitted_draws(self.arms[arm].sums)
 
+    def survival(self, arm: str) -> np.ndarray:
+        """Marginal S_k, [k_max, k_max] at [K-1, k-1]."""
+        result = self.arms[arm].result
+        return chain.survival(result.ends, result.accepted)
+
     def excess(self, arm: str) -> tuple[float, float, float]:
         """(mean, standard error, z) over documents of sum(b - a): far from 0 when `arm`'s target did not write the text."""
         per_text = by_text(self.arms[arm].b - self.arms[arm].a, self.lengths).sum(0)
@@ -106,10 +102,10 @@ def analyse(
     lengths = np.array([t.positions for t in texts])
     tokens = np.concatenate([np.array(t.response[1:]) for t in texts])
     documents = stats.Documents.of([t.prompt.document for t in texts])
-    a0, b0 = terms(columns[base], tokens, rule)
+    a0, b0 = acceptance_terms(columns[base], tokens, rule)
     arms = {}
     for name, cols in columns.items():
-        a, b = (a0, b0) if name == base else terms(cols, tokens, rule)
+        a, b = (a0, b0) if name == base else acceptance_terms(cols, tokens, rule)
         c = b if name == base or name in sampled_own else chain.control(b0, a0, a)
         result = chain.run_chain(by_text(a, lengths), by_text(c, lengths), lengths, k_max)
         sums = stats.Sums(documents.sum(result.tokens), documents.sum(result.ends))

@@ -3,6 +3,7 @@
     help       seconds and heaviness of `specq --help`
     chain      the estimator for 64 texts x 512 positions and all K <= 16
     study      the default study of the embedded pair: seconds, peak memory, seconds of one more format
+    tune       `specq tune` of a finished default study with two formats and twelve operating points
     precision  27 prompts x 1500 prompt tokens x 512 new tokens at T = 1, K = 4: standard error of the FP8 shift, and
                INT8 and identity beside it; `precision:SEED` draws other documents and other noise
     memory     peak memory against scored tokens, up to a million; `memory:TOKENS:tiny` on the embedded pair
@@ -73,6 +74,16 @@ def bench_study() -> dict:
         "second_format_pass_over_baseline_pass": more / base,
         "timings": study["timings_seconds"],
     }
+
+
+def bench_tune() -> dict:
+    """Deciding a finished study of two formats again, at four batches and three contexts."""
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root) / "study"
+        _study(folder, "--dtype", "fp8", "--dtype", "int8")
+        points = ["--cost", "roofline:h100", "--batch", "1,8,32,128", "--context", "2048,8192,32768"]
+        command = [sys.executable, "-m", "specq.cli", "tune", str(folder), *points]
+        return {"tune_seconds": _seconds(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))}
 
 
 def bench_precision(seed: str = "0") -> dict:
@@ -147,6 +158,7 @@ BENCHES: dict[str, Callable[..., dict]] = {
     "help": bench_help,
     "chain": bench_chain,
     "study": bench_study,
+    "tune": bench_tune,
     "precision": bench_precision,
     "memory": bench_memory,
 }

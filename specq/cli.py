@@ -70,9 +70,11 @@ def study(
     draft_transform: Annotated[str | None, typer.Option(help="same, or temperature (as vLLM: no top-k/top-p).")] = None,
     query_dtype: Annotated[str | None, typer.Option(help="auto (as vLLM), bf16 or fp8.")] = None,
     calibrate: Annotated[str | None, typer.Option(help="Prompt file to take static scales from.")] = None,
-    cost: Annotated[str | None, typer.Option(help="roofline:GPU, measured, or a timings file.")] = None,
+    cost: Annotated[str | None, typer.Option(help="roofline:[Nx]GPU[@TIMINGS], measured, or a timings file.")] = None,
     batch: Annotated[str | None, typer.Option(help="Batch sizes; the first is the one decided for.")] = None,
     context: Annotated[str | None, typer.Option(help="Context lengths; the first is the one decided for.")] = None,
+    objective: Annotated[str | None, typer.Option(help="latency (default) or throughput.")] = None,
+    max_ms_per_token: Annotated[float | None, typer.Option(help="Limit of the mean time per token, ms.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     vllm_version: Annotated[str | None, typer.Option(help="vLLM version to write arguments for.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
@@ -122,9 +124,82 @@ def import_metrics(
 
 
 @app.command()
+def tune(
+    study_dir: Annotated[Path, typer.Argument(help="Directory of a finished study.")],
+    cost: Annotated[str | None, typer.Option(help="roofline:[Nx]GPU[@TIMINGS], measured, or a timings file.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Batch sizes; the first is the one decided for.")] = None,
+    context: Annotated[str | None, typer.Option(help="Context lengths; the first is the one decided for.")] = None,
+    current_k: Annotated[int | None, typer.Option(help="num_speculative_tokens in use now.")] = None,
+    objective: Annotated[str | None, typer.Option(help="latency or throughput.")] = None,
+    max_ms_per_token: Annotated[float | None, typer.Option(help="Limit of the mean time per token, ms.")] = None,
+    mix: Annotated[str | None, typer.Option(help="Shares of tokens of prompt groups: code=0.7,chat=0.3.")] = None,
+    vllm_version: Annotated[str | None, typer.Option(help="vLLM version to write arguments for.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for recommendation.json, decision.json, plots.")] = None,
+) -> None:
+    """Decide a finished study again, without its models: other costs, batches, contexts, objectives, traffic."""
+    from specq.tune_command import tune_command
+
+    changes = {
+        "cost": cost,
+        "batch": _numbers(batch, "--batch"),
+        "context": _numbers(context, "--context"),
+        "current_k": current_k,
+        "objective": objective,
+        "max_ms_per_token": max_ms_per_token,
+        "vllm_version": vllm_version,
+    }
+    tune_command(study_dir, changes, mix, out)
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="Directory of a finished study.")],
+    second: Annotated[Path, typer.Argument(help="Directory of another.")],
+) -> None:
+    """Two finished studies side by side: settings that differ, mu and shifts with their difference, decisions."""
+    from specq.compare import compare_command
+
+    compare_command(first, second)
+
+
+@app.command()
+def capacity(
+    pair: Annotated[str | None, typer.Option(help="Registered pair; `specq pairs` lists them.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Target model: directory (config.json suffices) or hub id.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model, whose weights and cache take room too.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="KV format; repeat for more. Default: all that vLLM has.")
+    ] = None,
+    draft_dtype: Annotated[str, typer.Option(help="KV format of the draft's cache.")] = "bf16",
+    gpus: Annotated[
+        str | None, typer.Option(help="What it runs on: h100, 8xh100, 2xMINE.toml; tensor parallel.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 32768,
+    sequences: Annotated[int | None, typer.Option(help="Sequences at once that are wanted.")] = None,
+    weight_bytes: Annotated[
+        float | None, typer.Option(help="Bytes per target weight; default: configuration, 2.")
+    ] = None,
+    memory_share: Annotated[
+        float, typer.Option(help="Share of GPU memory used (vLLM: gpu_memory_utilization).")
+    ] = 0.92,
+    reserve_gb: Annotated[float, typer.Option(help="GB per GPU kept for activations and graphs.")] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """KV bytes per sequence, what fits beside the weights, and what each KV format buys."""
+    from specq.capacity_command import capacity_command
+
+    capacity_command(
+        pair=pair, target=target, draft=draft, dtypes=dtype or [], draft_dtype=draft_dtype, gpus=gpus, context=context,
+        sequences=sequences, weight_bytes=weight_bytes, utilisation=memory_share, reserve_gb=reserve_gb, as_json=as_json,
+    )  # fmt: skip
+
+
+@app.command()
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(help="help, chain, study, precision[:SEED], memory[:TOKENS[:tiny]].")
+        list[str] | None, typer.Argument(help="help, chain, study, tune, precision[:SEED], memory[:TOKENS[:tiny]].")
     ] = None,
 ) -> None:
     """Benchmark specq itself on this machine; one JSON line each."""

@@ -12,7 +12,6 @@ from rich.table import Table
 from specq import files, pairs
 from specq.checkpoint import fingerprint, open_checkpoint
 from specq.config import StudyConfig, make_config, same_study
-from specq.cost.gpus import get_gpu
 from specq.errors import SpecqError, printable
 from specq.progress import Reporter
 from specq.report.schema import Recommendation
@@ -22,7 +21,6 @@ from specq.vllm_options import parse_version
 def resolve(options: dict[str, Any], dtypes: list[str]) -> tuple[StudyConfig, dict[str, str]]:
     """(configuration, sub-directory per format name) from command-line options; None means not given."""
     pair = pairs.find(options["pair"], options["target"], options["draft"])
-    _check_cost(options["cost"] or pair.defaults.get("cost", StudyConfig().cost))
     from specq.kv import get_format
 
     found = {role: open_checkpoint(s.source) for role, s in (("target", pair.target), ("draft", pair.draft)) if s.local}
@@ -44,13 +42,6 @@ def resolve(options: dict[str, Any], dtypes: list[str]) -> tuple[StudyConfig, di
     config = make_config(**given)
     parse_version(config.vllm_version)
     return config, {name: names[name] for name in config.dtypes}
-
-
-def _check_cost(cost: str) -> None:
-    if cost.startswith("roofline:"):
-        get_gpu(cost.removeprefix("roofline:"))
-    elif cost != "measured" and not Path(cost).is_file():
-        raise SpecqError(f"--cost {cost!r} is neither measured, nor roofline:GPU, nor a file of timings")
 
 
 def study_command(
@@ -183,7 +174,11 @@ def show(out: Path, directories: dict[str, str]) -> None:
     for directory in directories.values():
         sub = out / directory
         rec = Recommendation.model_validate(files.read_json(sub / "recommendation.json"))
-        _show_one(console, rec, sub)
+        console.rule(escape(f"{rec.pair}: {rec.target_kv_dtype} against BF16"), align="left")
+        console.print(answer_table(rec))
+        console.print(
+            f"report: {sub / 'report.html'}\nJSON:   {sub / 'recommendation.json'}", soft_wrap=True, markup=False
+        )
     console.print(
         printable(f"all figures: {out / 'study.json'}, {out / 'positions.parquet'}, {out / 'texts.parquet'}"),
         soft_wrap=True,
@@ -199,7 +194,25 @@ def _interval(ci: Sequence[float | None], digits: int = 4) -> str:
     return f"[{_number(ci[0], digits)}, {_number(ci[1], digits)}]"
 
 
-def _show_one(console: Console, rec: Recommendation, sub: Path) -> None:
+def _speed_rows(rec: Recommendation) -> list[tuple[str, str]]:
+    """What the format does to speed at one K, split into its parts, and what keeping BF16's best K would cost."""
+    parts, kept = rec.break_even, rec.speedup.kept_bf16_k
+    lost = [None if x is None else 100 * x for x in kept.ci95]
+    return [
+        (
+            f"speed at K={parts.k}",
+            f"tokens per cycle x{parts.emitted_ratio:.4f}, time per cycle x{parts.cycle_time_ratio:.4f}: together"
+            f" x{parts.speed_ratio:.4f} of BF16's speed (break-even: equal ratios)",
+        ),
+        (
+            "without retuning",
+            f"{100 * kept.loss:.1f} % {_interval(lost, 1)} of speed lost by keeping BF16's best K = {kept.k}",
+        ),
+    ]
+
+
+def answer_table(rec: Recommendation) -> Table:
+    """The answer for one format, a row for each thing to know."""
     k, shift = str(rec.mu_shift.k), rec.mu_shift
     resolved = "beyond the noise floor" if shift.significant else "not resolved: within the noise"
     rows = [
@@ -222,14 +235,14 @@ def _show_one(console: Console, rec: Recommendation, sub: Path) -> None:
             f" {_interval(percent, 1)}, cost {rec.cost.source})",
         )
     )
+    if rec.target_kv_dtype != "bf16":
+        rows += _speed_rows(rec)
     rows.append(("decision", rec.decision))
+    rows += [("verdict", f"{v.code}: {v.decision}") for v in rec.verdicts]
     rows += [("warning", w) for w in rec.warnings]
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, value in rows:
         table.add_row(escape(name), escape(printable(value)))
-    console.rule(escape(printable(f"{rec.pair}: {rec.target_kv_dtype} against BF16")), align="left")
-    console.print(table)
-    paths = f"report: {sub / 'report.html'}\nJSON:   {sub / 'recommendation.json'}"
-    console.print(printable(paths), soft_wrap=True, markup=False)
+    return table

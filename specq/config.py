@@ -1,6 +1,7 @@
 """One place for every default and every check of what the user asked for. No torch here: `--help` must be quick."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +49,8 @@ class StudyConfig(BaseModel):
     cost_sha256: str | None = None
     batch: tuple[int, ...] = (1, 8, 32, 128)
     context: tuple[int, ...] = (2048, 8192, 32768)
+    objective: Literal["latency", "throughput"] = "latency"
+    max_ms_per_token: float | None = Field(None, gt=0, allow_inf_nan=False)
     device: Literal["cpu", "cuda"] = "cpu"
     vllm_version: str = "0.32"
     seed: int = Field(0, ge=0)
@@ -100,14 +103,25 @@ def file_digest(path: str | None) -> str | None:
         raise SpecqError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
+def cost_digest(cost: str) -> str | None:
+    """sha256 of the files that a `--cost` names, or None."""
+    from specq.cost.spec import parse_cost
+
+    return "+".join(map(file_digest, parse_cost(cost).files)) or None
+
+
 def make_config(**options: Any) -> StudyConfig:  # noqa: ANN401 - raw command-line values
     """StudyConfig from command-line options; None means not given. Raises SpecqError with one clear sentence."""
     given = {k: v for k, v in options.items() if v is not None}
     given["prompts_sha256"] = file_digest(given.get("prompts"))
     given["calibrate_sha256"] = file_digest(given.get("calibrate"))
-    cost = given.get("cost")
-    named = isinstance(cost, str) and (cost in ("", "measured") or cost.startswith("roofline:"))
-    given["cost_sha256"] = None if named else file_digest(cost)
+    if isinstance(given.get("cost"), str):
+        given["cost_sha256"] = cost_digest(given["cost"])
+    return validated(given)
+
+
+def validated(given: Mapping[str, Any]) -> StudyConfig:
+    """StudyConfig from all its values. Raises SpecqError with one clear sentence."""
     try:
         return StudyConfig(**given)
     except ValidationError as error:

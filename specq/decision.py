@@ -1,125 +1,299 @@
 """What to do: the K for every operating point, the schedule by batch size, and whether the format pays."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from specq.analysis import BASE, Analysis
+from specq.capacity import Load, Server
 from specq.config import StudyConfig
 from specq.cost import CostModel, Operating
-from specq.inputs import Models
+from specq.cost.base import Scaled
+from specq.errors import SpecqError
 from specq.kv import KVFormat, get_format
-from specq.models import Geometry
-from specq.sampling import Transform
-from specq.tune import MAX_LOSS, Curve, Gain, quantile_interval, retuning, schedule, speed_curve
+from specq.rules import Transform
+from specq.shape import ModelShape
+from specq.tune import (
+    Curve,
+    Gain,
+    Loss,
+    kept_k_loss,
+    more_prompts,
+    pays,
+    quantile_interval,
+    retuning,
+    schedule,
+    speed_curve,
+    tokens_ratio,
+)
+from specq.wording import sentence
+
+Action = Literal["enable", "enable_and_retune", "measure_more", "do_not_enable", "keep", "retune"]
+SCHEDULER_LIMIT = 256  # sequences that a server runs at once by default (vLLM's max_num_seqs)
+Point = tuple[int, int]  # batch, context
 
 
 @dataclass
 class StudyFacts:
-    """What every format of a study shares: names, sampling, vocabulary sizes, where the scales came from.
+    """What every format of a study shares: names, shapes, sampling, vocabulary sizes, where the scales came from.
 
     `warnings` are keyed by format name, those of the whole study by None. `native_fp8` says whether the accelerator decided
-    for has FP8 units, None where that is not known.
+    for has FP8 units, None where that is not known; `server` is the GPUs decided for, where the cost names any.
     """
 
     config: StudyConfig
     pair: str
     target: str
     draft: str
+    target_shape: ModelShape
+    draft_shape: ModelShape
     transform: Transform
     target_vocab: int
     draft_vocab: int
     scale_sources: dict[str, str]
     warnings: dict[str | None, list[str]]
     native_fp8: bool | None = None
+    server: Server | None = None
+
+
+@dataclass
+class BreakEven:
+    """One format against BF16 at the same K: what acceptance does to speed, what time does, and both together.
+
+    The format pays where emitted_ratio > cycle_ratio; speed is their quotient.
+    """
+
+    k: int
+    emitted_ratio: float
+    emitted_ci95: list[float]
+    cycle_ratio: float
+    speed: float
+    speed_ci95: list[float]
+
+
+@dataclass
+class Capacity:
+    """How many sequences fit, and what the larger batch and the other cycle give together.
+
+    `batch` and `bf16_batch` are what fits, at most the scheduler's limit; `ratio` is tokens per second of the format at
+    its batch and best K over BF16's at its own, None where one of them cannot be given.
+    """
+
+    server: str
+    context: int
+    sequences: int
+    bf16_sequences: int
+    batch: int
+    bf16_batch: int
+    ratio: float | None = None
+    ratio_ci95: list[float] | None = None
+
+    @property
+    def limits(self) -> bool:
+        """Whether memory bounds the batch of either format before the scheduler does."""
+        return min(self.sequences, self.bf16_sequences) < SCHEDULER_LIMIT
 
 
 @dataclass
 class Decision:
     """Everything decided for one format; the recommendation and the plots are written from it.
 
-    `reference_k` is the K that shifts of mu are told for: the current one; without speculation now, the recommended one;
-    failing that, k_max.
+    `at` and `base_at` are the operating points (batch, context) decided for, of the format and of BF16: the same unless
+    the objective is throughput. `reference_k` is the K that shifts of mu are told for: the current one; without
+    speculation now, the recommended one; failing that, k_max. `more_prompts` is how many more prompts would decide, None
+    where that is not the question or no number of them would.
     """
 
     format: KVFormat
-    curves: dict[tuple[int, int], Curve]
-    base_curves: dict[tuple[int, int], Curve]
+    curves: dict[Point, Curve]
+    base_curves: dict[Point, Curve]
+    at: Point
+    base_at: Point
     reference_k: int
     recommended: int
     baseline_recommended: int
     schedule: list[list[int]]
     gain: Gain
+    kept: Loss
+    break_even: dict[Point, BreakEven]
     pay: float
     pay_ci95: list[float]
+    action: Action
+    more_prompts: int | None
     sentence: str
+    capacity: Capacity | None = None
+    sensitivity: dict | None = field(default=None)
+
+    @property
+    def curve(self) -> Curve:
+        """The format's curve at the point decided for."""
+        return self.curves[self.at]
+
+    @property
+    def base_curve(self) -> Curve:
+        """BF16's curve at the point decided for."""
+        return self.base_curves[self.base_at]
 
 
-def decide(config: StudyConfig, models: Models, analysis: Analysis, fmt: KVFormat, cost: CostModel) -> Decision:
-    """Curves at every batch and context, the K for the first of each, the schedule, and whether the format pays."""
-    arm = f"{fmt.name}+bf16"
+@dataclass
+class Speeds:
+    """Speed curves of one format and of BF16 at any operating point, made once each."""
 
-    def curve(name: str, target_format: str, batch: int, context: int) -> Curve:
-        at = Operating(batch, context, target_format, "bf16")
-        return speed_curve(analysis.emitted_curve(name), analysis.emitted_draws(name), cost, at)
+    facts: StudyFacts
+    analysis: Analysis
+    format: KVFormat
+    cost: CostModel
 
+    def __post_init__(self) -> None:
+        """Emitted and its draws, once per arm."""
+        self.arm = f"{self.format.name}+bf16"
+        self._emitted = {a: (self.analysis.emitted_curve(a), self.analysis.emitted_draws(a)) for a in (BASE, self.arm)}
+
+    def emitted(self, baseline: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """(emitted [k_max + 1], its draws [R, k_max + 1])."""
+        return self._emitted[BASE if baseline else self.arm]
+
+    def curve(
+        self, point: Point, baseline: bool = False, factor: np.ndarray | None = None, draft: float = 1.0
+    ) -> Curve:
+        """The curve at (batch, context), of BF16 where `baseline`.
+
+        `factor` [k_max + 1] scales emitted, `draft` the draft's step times: what-ifs.
+        """
+        at = Operating(*point, "bf16" if baseline else self.format.name, "bf16")
+        value, draws = self.emitted(baseline)
+        scale = 1.0 if factor is None else factor
+        cost = self.cost if draft == 1.0 else Scaled(self.cost, draft)
+        limit = self.facts.config.max_ms_per_token
+        return speed_curve(value * scale, draws * scale, cost, at, None if limit is None else limit / 1e3)
+
+
+def decide(facts: StudyFacts, analysis: Analysis, fmt: KVFormat, cost: CostModel) -> Decision:
+    """Curves at every batch and context, the K at the point the objective picks, the schedule, and whether the format pays.
+
+    Raises SpecqError where the cost model lacks a point that was asked for, or nothing fits the server.
+    """
+    config, speeds = facts.config, Speeds(facts, analysis, fmt, cost)
     points = [(b, c) for c in config.context for b in config.batch]
-    curves = {p: curve(arm, fmt.name, *p) for p in points}
-    base_curves = {p: curve(BASE, "bf16", *p) for p in points}
-    first, first_context = points[0], config.context[0]
-    mine, base, current = curves[first], base_curves[first], config.current_k
+    curves = {p: speeds.curve(p) for p in points}
+    base_curves = {p: speeds.curve(p, baseline=True) for p in points}
+    fits = _fits(facts, fmt)
+    for batch in () if fits is None else {min(n, max(config.batch)) for n in fits}:
+        _add_point(curves, base_curves, speeds, (batch, config.context[0]))
+    at, base_at = (
+        _operating_point(config, c, None if fits is None else fits[i]) for i, c in enumerate((curves, base_curves))
+    )
+    mine, base, current = curves[at], base_curves[base_at], config.current_k
     recommended, base_best = mine.best, base.best
-    plan = schedule([(b, curves[b, first_context].best) for b in sorted(set(config.batch))])
+    reference = current or recommended or config.k_max
+    plan = schedule([(b, c.best) for (b, context), c in curves.items() if context == config.context[0]])
     # tokens per second of the format at its recommended K over the baseline's at its own best K, paired draws
-    rate = mine.times[0] / base.times[0]
-    pay_draws = mine.draws[:, recommended] / base.draws[:, base_best] * base.plain_draws / mine.plain_draws
-    pay, interval = float(mine.point[recommended] / base.point[base_best] / rate), quantile_interval(pay_draws)
-    sentence = _sentence(
-        fmt, mine.at, current, recommended, pay, interval, cost.source, kv_share(models.target.geometry, fmt)
+    pay, pay_draws = tokens_ratio(mine, base, recommended, base_best)
+    interval = quantile_interval(pay_draws)
+    action = _action(fmt, pay, interval, recommended != current)
+    made = Decision(
+        format=fmt,
+        curves=curves,
+        base_curves=base_curves,
+        at=at,
+        base_at=base_at,
+        reference_k=reference,
+        recommended=recommended,
+        baseline_recommended=base_best,
+        schedule=plan,
+        gain=retuning(mine, current, recommended),
+        kept=kept_k_loss(mine, base, recommended, base_best),
+        break_even={p: _break_even(speeds, curves[p], base_curves[p], reference) for p in curves},
+        pay=pay,
+        pay_ci95=interval,
+        action=action,
+        more_prompts=None,
+        sentence="",
+        capacity=_capacity(facts, speeds, fits),
     )
-    return Decision(
-        fmt,
-        curves,
-        base_curves,
-        current or recommended or config.k_max,
-        recommended,
-        base_best,
-        plan,
-        retuning(mine, current, recommended),
-        pay,
-        interval,
-        sentence,
+    timing_only = _timing_half_width(speeds, made)
+    if action == "measure_more":
+        made.more_prompts = more_prompts(analysis.documents.count, pay, interval, timing_only)
+    made.sentence = sentence(facts, made, cost.source, kv_share(facts.target_shape, fmt), timing_only)
+    return made
+
+
+def _fits(facts: StudyFacts, fmt: KVFormat) -> tuple[int, int] | None:
+    """(sequences of the first context that fit in the format, in BF16); None without a server."""
+    if facts.server is None:
+        return None
+    load = Load(facts.target_shape, facts.draft_shape)
+    return tuple(load.sequences(f, facts.config.context[0], facts.server) for f in (fmt, get_format("bf16")))
+
+
+def _add_point(curves: dict, base_curves: dict, speeds: Speeds, point: Point) -> None:
+    """Both curves at one more point, where the cost model knows it."""
+    if point in curves or point[0] < 1:
+        return
+    try:
+        curves[point], base_curves[point] = speeds.curve(point), speeds.curve(point, baseline=True)
+    except SpecqError:  # a table that ends before this batch
+        curves.pop(point, None)
+
+
+def _operating_point(config: StudyConfig, curves: dict[Point, Curve], fit: int | None) -> Point:
+    """Latency: the first batch. Throughput: the batch with most tokens per second that fits and meets the limit."""
+    context = config.context[0]
+    if config.objective == "latency":
+        return config.batch[0], context
+    fitting = {p: c for p, c in curves.items() if p[1] == context and (fit is None or p[0] <= fit)}
+    if not fitting:
+        raise SpecqError(f"not one sequence of {context} tokens fits: take more GPUs or a shorter --context")
+    meeting = {p: c for p, c in fitting.items() if c.meets_limit[c.best]}
+    if not meeting:  # nothing meets the limit: the quickest
+        return min(fitting, key=lambda p: fitting[p].per_token[fitting[p].best])
+    return max(meeting, key=lambda p: meeting[p].tokens_per_second[meeting[p].best])
+
+
+def _break_even(speeds: Speeds, mine: Curve, base: Curve, k: int) -> BreakEven:
+    (e, draws), (e0, draws0) = speeds.emitted(), speeds.emitted(baseline=True)
+    ratio, cycle = float(e[k] / e0[k]), float(mine.times[k] / base.times[k])
+    speed, speed_draws = tokens_ratio(mine, base, k, k)
+    return BreakEven(
+        k, ratio, quantile_interval(draws[:, k] / draws0[:, k]), cycle, speed, quantile_interval(speed_draws)
     )
 
 
-def kv_share(geometry: Geometry, fmt: KVFormat) -> float:
+def _capacity(facts: StudyFacts, speeds: Speeds, fits: tuple[int, int] | None) -> Capacity | None:
+    if fits is None:
+        return None
+    context = facts.config.context[0]
+    batch, base_batch = (min(n, SCHEDULER_LIMIT) for n in fits)
+    found = Capacity(facts.server.name, context, *fits, batch, base_batch)
+    if batch and base_batch:
+        try:
+            mine, base = speeds.curve((batch, context)), speeds.curve((base_batch, context), baseline=True)
+        except SpecqError:  # a table that ends before these batches
+            return found
+        found.ratio, draws = tokens_ratio(mine, base, mine.best, base.best)
+        found.ratio_ci95 = quantile_interval(draws)
+    return found
+
+
+def kv_share(shape: ModelShape, fmt: KVFormat) -> float:
     """KV bytes per token in `fmt`, scales included, as a share of BF16's."""
-    return sum(geometry.kv_bytes_per_token(fmt)) / sum(geometry.kv_bytes_per_token(get_format("bf16")))
+    return sum(shape.kv_bytes(fmt, 1)) / sum(shape.kv_bytes(get_format("bf16"), 1))
 
 
-def _sentence(
-    fmt: KVFormat, at: Operating, current: int, best: int, pay: float, ci: list[float], source: str, share: float
-) -> str:
-    where = f"batch {at.batch}, context {at.context}"
-    by = "step times measured on this machine" if source == "measured" else source
-    if best == current:
-        k = f"keep num_speculative_tokens at {best}"
-    elif best:
-        k = f"set num_speculative_tokens to {best} (now {current})"
-    else:
-        k = "drop speculation (K = 0): no K is better than plain decoding by more than noise and 1 %"
+def _action(fmt: KVFormat, pay: float, interval: list[float], changes_k: bool) -> Action:
     if fmt.name == "bf16":
-        return f"{k} at {where}, by {by}"
-    if np.isnan(ci[0]):
-        return f"measure more: one document shows no spread, so nothing can be decided about {fmt.name}"
-    speed = (
-        f"{100 * (pay - 1):+.1f} % [{100 * (ci[0] - 1):+.1f}, {100 * (ci[1] - 1):+.1f}] tokens per second against BF16"
-    )
-    evidence = (
-        f"{speed}, each at its best K, at {where}, by {by}; its KV cache takes {100 * share:.0f} % of BF16's bytes"
-    )
-    if ci[0] > 1 or (ci[0] >= 1 - MAX_LOSS and pay >= 1 - MAX_LOSS / 2):
-        return f"enable {fmt.name} and {k}: {evidence}"
-    if ci[1] < 1:
-        return f"do not enable {fmt.name} for speed: {evidence}. If memory decides, {k}"
-    return f"measure more before enabling {fmt.name}: {evidence}. Meanwhile {k}"
+        return "retune" if changes_k else "keep"
+    if pays(pay, interval) == "yes":
+        return "enable_and_retune" if changes_k else "enable"
+    return "do_not_enable" if interval[1] < 1 else "measure_more"
+
+
+def _timing_half_width(speeds: Speeds, made: Decision) -> float:
+    """Half the width of the interval of `pay` that the noise of the timings alone makes."""
+    exact, ks = [], ((made.curve, made.recommended, False), (made.base_curve, made.baseline_recommended, True))
+    for curve, k, baseline in ks:
+        exact.append(speeds.emitted(baseline)[1][:, k] * curve.at.batch / curve.times[k])
+    low, high = quantile_interval(exact[0] / exact[1])
+    both = (made.pay_ci95[1] - made.pay_ci95[0]) / 2
+    return float(np.sqrt(max(0.0, both**2 - ((high - low) / 2) ** 2)))

@@ -15,7 +15,7 @@ import numpy as np
 from specq.errors import SpecqError
 
 if TYPE_CHECKING:
-    from specq.texts import Text
+    from specq.prompts import Text
 
 
 def finite(value: Any) -> Any:  # noqa: ANN401 - any JSON value
@@ -100,6 +100,25 @@ def sole_writer(out: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_directory(out: Path, overwrite: bool) -> Iterator[Path]:
+    """For short work: a directory `<out>.partial/` that is renamed to `out` when the block ends well, and removed if not."""
+    refuse_foreign(out)
+    partial = out.with_name(out.name + ".partial")
+    with sole_writer(out):
+        if (partial / "run.json").is_file():
+            raise SpecqError(f"{partial} holds an interrupted study; finish it with --resume or choose another --out")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir()
+            yield partial
+            replace_directory(partial, out, overwrite)
+        except OSError as error:
+            raise SpecqError(f"cannot write to {partial}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def replace_directory(partial: Path, out: Path, overwrite: bool) -> None:
@@ -194,3 +213,17 @@ class PositionFile(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self.names)
+
+
+def read_parquet(path: Path, columns: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    """A parquet file's columns (all by default) in the order of its rows; SpecqError when it is missing or damaged."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, columns=None if columns is None else list(columns))
+    except OSError as error:
+        raise SpecqError(f"cannot read {path}: {error.strerror or error}") from error
+    except pa.ArrowInvalid as error:
+        raise SpecqError(f"{path} is damaged: {error}") from error
+    return {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}

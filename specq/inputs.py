@@ -12,9 +12,8 @@ from specq.kv.cache import LayerScales
 from specq.kv.calibration import measure_range
 from specq.models import LoadedModel, Vocabulary, check_pair, examine, load
 from specq.progress import Reporter
-from specq.prompts import Prompt, PromptReport, Record
-from specq.sampling import Transform
-from specq.texts import Text
+from specq.prompts import Prompt, PromptReport, Record, Text
+from specq.rules import Transform
 
 CALIBRATION_PROMPTS = 16
 Scales = dict[tuple[str, str], list[LayerScales]]

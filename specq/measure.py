@@ -16,10 +16,10 @@ from specq.inputs import Models
 from specq.kv import KVFormat
 from specq.memory import Fits
 from specq.progress import Reporter
-from specq.prompts import Prompt
+from specq.prompts import Prompt, Text
 from specq.replay import Arm, ArmScores, Pass, ReplayResult, Setting, score_texts
 from specq.shards import BLOCK, SIZE, Columns, Piece, Shards
-from specq.texts import Text, sample_texts
+from specq.texts import sample_texts
 
 
 @dataclass

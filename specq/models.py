@@ -18,7 +18,9 @@ from transformers.utils import logging as transformers_logging
 from specq.checkpoint import PLAIN, Checkpoint, open_checkpoint, read_json_object, staged
 from specq.errors import SpecqError
 from specq.kv import KVFormat, attention
-from specq.kv.cache import LayerScales, QuantizedCache
+from specq.kv.cache import LayerScales, QuantizedCache, QuantizedLayer
+from specq.kv.paged import Backend, PagedLayer, kernel_backend
+from specq.shape import ModelShape, shape_of
 
 SAMPLING = ("temperature", "top_k", "top_p")
 # generation_config settings that vLLM applies by default and specq does not model, with their values that do nothing
@@ -114,9 +116,19 @@ class LoadedModel:
     cache_keyword: str = field(default="cache")
 
     @property
+    def shape(self) -> ModelShape:
+        """What cost and capacity need of it."""
+        return shape_of(self.model.config, ((name, p.numel()) for name, p in self.model.named_parameters()))
+
+    @property
     def device(self) -> torch.device:
         """Where its inputs go."""
         return self.model.device
+
+    @property
+    def backend(self) -> Backend:
+        """What its attention and stores run through."""
+        return kernel_backend(self.device, self.geometry.head_dim)
 
     def new_cache(
         self,
@@ -128,7 +140,8 @@ class LoadedModel:
         splits: int = 1,
     ) -> QuantizedCache:
         """An empty cache for `batch` rows of at most `capacity` tokens; `scales` replaces the checkpoint's."""
-        return QuantizedCache(fmt, scales or self.scales, batch, capacity, round_query, splits)
+        layer = QuantizedLayer if self.backend.name == "torch" else PagedLayer
+        return QuantizedCache(fmt, scales or self.scales, batch, capacity, round_query, splits, layer)
 
     @torch.inference_mode()
     def forward(

@@ -30,6 +30,7 @@ class Shape:
     head_dim: int
     vocab: int
     tied: bool
+    positions: int | None = None
 
     @property
     def parameters(self) -> int:

@@ -35,6 +35,26 @@ class Prompt:
     truncated: bool = False
 
 
+@dataclass(frozen=True)
+class Text:
+    """A prompt with its response: token ids, the arm that sampled it (or "given"), whether it ended by EOS."""
+
+    prompt: Prompt
+    response: tuple[int, ...]
+    sampled_by: str
+    ended: bool
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and response."""
+        return self.prompt.tokens + self.response
+
+    @property
+    def positions(self) -> int:
+        """Positions in the chain: all response tokens but the first, which comes from prefill."""
+        return len(self.response) - 1
+
+
 def _chat_text(messages: list[dict[str, str]], tokenizer: Any, chat: str) -> str:  # noqa: ANN401
     if chat == "raw":
         return "\n\n".join(m["content"] for m in messages)

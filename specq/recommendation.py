@@ -3,13 +3,27 @@
 import numpy as np
 
 from specq import chain, stats
+from specq import decision as decisions
 from specq.analysis import BASE, NULL, Analysis
 from specq.cost import CostModel
 from specq.decision import Decision, StudyFacts
 from specq.kv import KVFormat, get_format
-from specq.report.schema import Cost, Recommendation, Sampling, Shift, SpeculationProfile, Speedup, VllmBlock
+from specq.report.schema import (
+    BreakEven,
+    Capacity,
+    Cost,
+    KeptK,
+    Recommendation,
+    Sampling,
+    Shift,
+    SpeculationProfile,
+    Speedup,
+    VllmBlock,
+)
 from specq.verdicts import find_verdicts
 from specq.vllm_options import DRAFT_KV_CACHE_DTYPE_SINCE, parse_version, vllm_block
+
+EXTRAPOLATION = 1.5  # a context this many times the longest scored one is worth a word
 
 
 def shift_block(analysis: Analysis, arm: str, k: int, text: str, null: str | None) -> Shift:
@@ -86,19 +100,28 @@ def recommend(
     arm = f"{fmt.name}+bf16"
     result = analysis.arms[arm].result
     surv = chain.survival(result.ends, result.accepted)
-    first = (config.batch[0], config.context[0])
-    mine, base = decision.curves[first], decision.base_curves[first]
+    mine, base = decision.curve, decision.base_curves[decision.at]
     k = decision.reference_k
     shift = shift_block(analysis, arm, k, text, NULL)
     warnings = [*facts.warnings[None], *facts.warnings.get(fmt.name, [])]
     if analysis.documents.count < 2:
         warnings.append("one document only: no spread between documents, so intervals and standard errors are null")
+    longest = max(len(t.prompt.tokens) + t.positions for t in analysis.texts)
+    if max(config.context) > EXTRAPOLATION * longest:
+        warnings.append(
+            f"acceptance was measured at contexts of at most {longest} tokens and is taken to be the same at"
+            f" {max(config.context)}; step times are not"
+        )
+    warnings += _memory_warnings(decision)
     ratio = {
         f"batch {b}, context {c}": float(x.times[0] / decision.base_curves[b, c].times[0])
         for (b, c), x in decision.curves.items()
     }
     details = cost.details | {
-        "operating_point": {"batch": first[0], "context": first[1]},
+        "operating_point": {"batch": decision.at[0], "context": decision.at[1]},
+        "operating_point_bf16": {"batch": decision.base_at[0], "context": decision.base_at[1]},
+        "objective": config.objective,
+        "max_ms_per_token": config.max_ms_per_token,
         "plain_step_time_over_bf16": ratio,
         "tokens_per_second_over_bf16_at_best": {"value": decision.pay, "ci95": [_finite(x) for x in decision.pay_ci95]},
     }
@@ -131,15 +154,67 @@ def recommend(
             baseline_at_current=float(base.point[current]),
             dtype_at_current=float(mine.point[current]),
             dtype_at_recommended=float(mine.point[decision.recommended]),
+            dtype_at_recommended_over_plain_bf16=float(
+                mine.point[decision.recommended] * base.times[0] / mine.times[0]
+            ),
             retuning_gain=decision.gain.value,
-            ci95=tuple(map(_finite, decision.gain.ci95)),
+            ci95=_bounds(decision.gain.ci95),
+            kept_bf16_k=KeptK(k=decision.kept.k, loss=decision.kept.value, ci95=_bounds(decision.kept.ci95)),
         ),
+        break_even=_break_even(decision.break_even[decision.at]),
+        capacity=_capacity(decision.capacity),
         cost=Cost(source=cost.source, details=details),
+        action=decision.action,
+        more_prompts=decision.more_prompts,
         decision=decision.sentence,
-        verdicts=find_verdicts(facts, analysis, fmt, decision, shift, probabilistic),
+        verdicts=find_verdicts(facts, analysis, fmt, decision, cost, shift, probabilistic),
         vllm=_vllm(facts, fmt, decision.schedule, surv, warnings),
         warnings=warnings,
     )
+
+
+def _bounds(interval: list[float]) -> tuple[float | None, float | None]:
+    return _finite(interval[0]), _finite(interval[1])
+
+
+def _break_even(found: decisions.BreakEven) -> BreakEven:
+    return BreakEven(
+        k=found.k,
+        emitted_ratio=found.emitted_ratio,
+        emitted_ratio_ci95=_bounds(found.emitted_ci95),
+        cycle_time_ratio=found.cycle_ratio,
+        speed_ratio=found.speed,
+        speed_ratio_ci95=_bounds(found.speed_ci95),
+    )
+
+
+def _capacity(found: decisions.Capacity | None) -> Capacity | None:
+    if found is None:
+        return None
+    return Capacity(
+        server=found.server,
+        context=found.context,
+        sequences=found.sequences,
+        bf16_sequences=found.bf16_sequences,
+        batch=found.batch,
+        bf16_batch=found.bf16_batch,
+        tokens_per_second_over_bf16=found.ratio,
+        ci95=_bounds(found.ratio_ci95) if found.ratio_ci95 else (None, None),
+    )
+
+
+def _memory_warnings(decision: Decision) -> list[str]:
+    """What the GPUs decided for cannot hold: the figures are then of a server that does not exist."""
+    room = decision.capacity
+    if room is None:
+        return []
+    if not room.sequences:
+        what = f"not one sequence of {room.context} tokens beside the weights with {decision.format.name}"
+    elif decision.at[0] > room.sequences:
+        what = f"batch {decision.at[0]} at {room.context} tokens with {decision.format.name}; {room.sequences} fit"
+    else:
+        return []
+    return [f"{room.server} cannot hold {what}: decide for more GPUs (--cost roofline:NxGPU) or a shorter --context"]
 
 
 def _mu(analysis: Analysis, arm: str) -> dict[str, float]:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import torch
 
-from specq.acceptance import PositionScores, Rule, score_positions
+from specq.acceptance import PositionScores, score_positions
 from specq.errors import SpecqError
 from specq.kv import KVFormat
 from specq.kv.cache import LayerScales, QuantizedCache
 from specq.models import LoadedModel, Vocabulary
-from specq.sampling import Transform, fit_width, log_probs, stream
-from specq.texts import Text
+from specq.prompts import Text
+from specq.rules import Rule, Transform
+from specq.sampling import fit_width, log_probs, stream
 
 # Logits held per pass: at most this many numbers (32 MiB of float32).
 LOGITS_BUDGET = 1 << 23

@@ -4,35 +4,10 @@ Distributions are float32 log-probabilities with -inf outside the support, over 
 """
 
 import hashlib
-from dataclasses import dataclass
 
 import torch
 
-# Below this temperature a serving engine samples greedily (vLLM's _SAMPLING_EPS), and so does specq.
-GREEDY_BELOW = 1e-5
-
-
-@dataclass(frozen=True)
-class Transform:
-    """Sampling parameters: temperature (0 = greedy), top_k (0 = off), top_p (1 = off); applied in that order."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    @property
-    def greedy(self) -> bool:
-        """Whether this is argmax decoding."""
-        return self.temperature < GREEDY_BELOW
-
-    @property
-    def truncates(self) -> bool:
-        """Whether top_k or top_p cut the support."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
-
-    def without_truncation(self) -> "Transform":
-        """Temperature alone: what vLLM applies to a draft."""
-        return Transform(self.temperature)
+from specq.rules import Transform
 
 
 def fit_width(logits: torch.Tensor, size: int) -> torch.Tensor:

@@ -6,20 +6,20 @@ before it made; `specq.analysis` and `specq.recommendation` hold the arithmetic.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from specq import __version__, analysis, decision, files, pairs, recommendation
-from specq.acceptance import Rule
+from specq import __version__, analysis, files, pairs, recommendation
 from specq.analysis import BASE, NULL, Analysis
 from specq.chain import edge_bias
 from specq.checkpoint import fingerprint
+from specq.conclude import Conclusion, Material, conclude
 from specq.config import DRAWS, StudyConfig, identity
-from specq.cost import CostModel, Operating, cycle_times, measured, roofline, table
-from specq.cost.gpus import get_gpu
-from specq.decision import Decision, StudyFacts
+from specq.cost import CostModel, Operating, cycle_times, measured
+from specq.cost.spec import build, parse_cost
+from specq.decision import StudyFacts
 from specq.errors import Interrupted, SpecqError
 from specq.inputs import (
     Models,
@@ -35,11 +35,12 @@ from specq.inputs import (
 from specq.kv import KVFormat, get_format
 from specq.measure import Work, sample, score
 from specq.progress import Reporter
-from specq.prompts import Prompt, PromptReport, read_records
+from specq.prompts import Prompt, PromptReport, Text, read_records
 from specq.replay import ALTERNATIVE, Arm, ReplayResult, Setting
 from specq.report.schema import Recommendation
+from specq.rules import Rule
+from specq.sensitivity import sensitivity
 from specq.shards import BLOCK, Run, workspace
-from specq.texts import Text
 
 BF16 = get_format("bf16")
 SATURATION_WARNING = 1e-6  # share of saturated elements worth a word
@@ -78,15 +79,19 @@ class Study:
     own: dict[str, TextSet]
     facts: StudyFacts
     cost: CostModel
-    decisions: dict[str, Decision] = field(default_factory=dict)
-    recommendations: dict[str, Recommendation] = field(default_factory=dict)
+    conclusions: dict[str, Conclusion] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
 
     @property
-    def paired(self) -> dict[str, Analysis]:
-        """Per format with own text: baseline and null on the baseline's text, the format's arms on their own."""
-        base = {name: self.main.analysis.arms[name] for name in (BASE, NULL)}
-        return {f: replace(self.main.analysis, arms=s.analysis.arms | base) for f, s in self.own.items()}
+    def recommendations(self) -> dict[str, Recommendation]:
+        """The recommendation of every format."""
+        return {name: found.recommendation for name, found in self.conclusions.items()}
+
+    @property
+    def material(self) -> Material:
+        """What was measured, apart from the models."""
+        own = {f: s.analysis for f, s in self.own.items()}
+        return Material(self.main.kind, self.main.analysis, self.main.columns, own)
 
 
 class Stopwatch:
@@ -122,11 +127,9 @@ def analysed(work: Work, kind: str, texts: list[Text], replay: ReplayResult) -> 
 
 def build_cost(config: StudyConfig, models: Models, formats: Sequence[KVFormat], reporter: Reporter) -> CostModel:
     """The cost model that `--cost` names."""
-    if config.cost.startswith("roofline:"):
-        shapes = (roofline.ModelShape.of(m) for m in (models.target, models.draft))
-        return roofline.Roofline(get_gpu(config.cost.removeprefix("roofline:")), *shapes)
-    if config.cost != "measured":
-        cost = table.read_timings(config.cost)
+    spec = parse_cost(config.cost)
+    if spec.kind != "measured":
+        cost = build(spec, models.target.shape, models.draft.shape)
         for at in (
             Operating(b, c, f.name, "bf16") for b in config.batch for c in config.context for f in (BF16, *formats)
         ):
@@ -269,23 +272,11 @@ def draw(out: Path) -> None:
 
 
 def decide(study: Study, formats: Sequence[KVFormat]) -> None:
-    """Fill in decisions and recommendations of every format."""
-    config, main = study.config, study.main.analysis
-    probabilistic = None
-    if config.draft_sampling == "greedy" and not study.facts.transform.greedy and config.text != "own":
-        probabilistic = analysis.analyse(
-            study.main.texts, study.main.columns, BASE, Rule(), config.k_max, seed=config.seed, draws=DRAWS
-        )
-    for fmt in formats:
-        paired = study.paired.get(fmt.name)
-        basis, kind = (paired, "own") if config.text == "own" else (main, study.main.kind)
-        made = study.decisions[fmt.name] = decision.decide(config, study.models, basis, fmt, study.cost)
-        own = None
-        if paired is not None:
-            own = recommendation.shift_block(paired, f"{fmt.name}+bf16", made.reference_k, "own", NULL)
-        study.recommendations[fmt.name] = recommendation.recommend(
-            study.facts, basis, own, made, study.cost, kind, probabilistic
-        )
+    """Fill in the conclusions of every format, with how they move with acceptance, draft cost and batch."""
+    study.conclusions = conclude(study.facts, formats, study.material, study.cost)
+    for found in study.conclusions.values():
+        made = found.decision
+        made.sensitivity = sensitivity(study.facts, found.basis, made.format, study.cost, made)
 
 
 def prompt_warnings(config: StudyConfig, prompts: Sequence[Prompt], report: PromptReport) -> list[str]:
@@ -306,8 +297,6 @@ def prompt_warnings(config: StudyConfig, prompts: Sequence[Prompt], report: Prom
 
 
 def _native_fp8(config: StudyConfig) -> bool | None:
-    if config.cost.startswith("roofline:"):
-        return get_gpu(config.cost.removeprefix("roofline:")).fp8
     if config.device == "cuda":
         import torch
 
@@ -358,17 +347,21 @@ def gather_facts(
         warnings[None].append(
             f"only {main.analysis.documents.count} documents: intervals from so small a sample are rough"
         )
+    spec = parse_cost(config.cost)
     return StudyFacts(
         config=config,
         pair=pair.name,
         target=_served_name(pair.target),
         draft=_served_name(pair.draft),
+        target_shape=models.target.shape,
+        draft_shape=models.draft.shape,
         transform=setting.transform,
         target_vocab=models.vocabulary.target_logits,
         draft_vocab=models.vocabulary.draft_logits,
         scale_sources=sources,
         warnings={name: list(dict.fromkeys(w)) for name, w in warnings.items()},
-        native_fp8=_native_fp8(config),
+        native_fp8=spec.gpu.fp8 if spec.gpu else _native_fp8(config),
+        server=spec.server,
     )
 
 

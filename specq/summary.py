@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specq import __version__
-from specq.acceptance import Rule
 from specq.analysis import BASE, NULL, Analysis, summarise
+from specq.conclude import Conclusion
 from specq.config import DRAWS, StudyConfig
 from specq.kv import get_format
 from specq.models import LoadedModel
+from specq.rules import Rule
 from specq.stats import significant
-from specq.tune import Curve
+from specq.tune import Curve, quantile_interval, tokens_ratio
 
 if TYPE_CHECKING:
     from specq.study import Study
@@ -64,6 +65,7 @@ def summarise_study(study: "Study") -> dict:
             "ended_by_eos": sum(t.ended for t in main.texts),
         },
         "scales": facts.scale_sources,
+        "native_fp8": facts.native_fp8,
         "saturated_per_layer": {
             f"{s.kind} text:{p.role}:{p.format.name}": c
             for s in (main, *study.own.values())
@@ -79,20 +81,11 @@ def summarise_study(study: "Study") -> dict:
             for s in study.own.values()
             for n in s.analysis.arms
         },
-        "shifts_own_text": {name: block for a in study.paired.values() for name, block in _shifts(a).items()},
+        "shifts_own_text": {name: block for a in study.material.paired.values() for name, block in _shifts(a).items()},
         "text_sampled_from_target": dict(
             zip(("sum_b_minus_a_mean", "se", "z"), main.analysis.excess(BASE), strict=True)
         ),
-        "decisions": {
-            name: {
-                "sentence": d.sentence,
-                "recommended": d.recommended,
-                "recommended_for_baseline": d.baseline_recommended,
-                "share_of_draws_choosing_k": {str(k): share for k, share in d.gain.choice_shares.items()},
-                "curves": [_curve(x, d.base_curves[point]) for point, x in d.curves.items()],
-            }
-            for name, d in study.decisions.items()
-        },
+        "decisions": {name: decision_block(found) for name, found in study.conclusions.items()},
         "cost": {"source": study.cost.source, "fixed_seconds": study.cost.fixed, "details": study.cost.details},
         "bootstrap": {
             "draws": DRAWS,
@@ -124,13 +117,36 @@ def _shifts(a: Analysis) -> dict:
     return out
 
 
+def decision_block(found: Conclusion) -> dict:
+    """What was decided for one format, with all that the plots and tables of it need; the decided point comes first."""
+    d = found.decision
+    points = sorted(d.curves, key=lambda p: p != d.at)
+    return {
+        "sentence": d.sentence,
+        "action": d.action,
+        "recommended": d.recommended,
+        "recommended_for_baseline": d.baseline_recommended,
+        "at": d.at,
+        "at_bf16": d.base_at,
+        "share_of_draws_choosing_k": {str(k): share for k, share in d.gain.choice_shares.items()},
+        "curves": [_curve(d.curves[p], d.base_curves[p]) | {"break_even": asdict(d.break_even[p])} for p in points],
+        "groups": [asdict(g) for g in found.groups],
+        "capacity": asdict(d.capacity) if d.capacity else None,
+        "sensitivity": d.sensitivity,
+    }
+
+
 def _curve(curve: Curve, base: Curve) -> dict:
     """Speedup over plain decoding at the same format for K = 0..k_max, the format's and BF16's, at one point."""
     ks = range(len(curve.point))
+    over, over_draws = tokens_ratio(curve, base, curve.best, base.best)
     return {
         "batch": curve.at.batch,
         "context": curve.at.context,
         "recommended": curve.best,
+        "recommended_bf16": base.best,
+        "over_bf16": over,
+        "over_bf16_ci95": quantile_interval(over_draws),
         "speedup": curve.point.tolist(),
         "speedup_ci95": [curve.interval(k) for k in ks],
         "speedup_bf16": base.point.tolist(),
@@ -143,8 +159,10 @@ def _curve(curve: Curve, base: Curve) -> dict:
 def _describe(name: str, model: LoadedModel, config: StudyConfig) -> dict:
     formats = {n: get_format(n) for n in dict.fromkeys(("bf16", *config.dtypes))}
     return {
+        "attention": model.backend._asdict(),  # what attention and stores ran through, and why not the kernels
         "source": name,
         "parameters": model.parameters,
+        "shape": model.shape.as_dict(),
         "checkpoint_dtype": model.checkpoint_dtype,
         "stored_dtype": model.checkpoint.stored_dtype,
         "weight_quantization": model.checkpoint.weight_quantization,

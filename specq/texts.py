@@ -5,7 +5,6 @@ sample the same prompt share the noise (Gumbel-max coupling): their texts part o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -13,28 +12,8 @@ from specq.errors import SpecqError
 from specq.kv import KVFormat
 from specq.kv.cache import LayerScales
 from specq.models import LoadedModel
-from specq.prompts import Prompt
+from specq.prompts import Prompt, Text
 from specq.sampling import Transform, fit_width, gumbel_choice, log_probs, stream
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt with its response: token ids, the arm that sampled it (or "given"), whether it ended by EOS."""
-
-    prompt: Prompt
-    response: tuple[int, ...]
-    sampled_by: str
-    ended: bool
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Prompt and response."""
-        return self.prompt.tokens + self.response
-
-    @property
-    def positions(self) -> int:
-        """Positions in the chain: all response tokens but the first, which comes from prefill."""
-        return len(self.response) - 1
 
 
 @torch.inference_mode()

@@ -1,14 +1,17 @@
 """The findings that stand beside a recommendation, each with its evidence (codes of DESIGN section 6)."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from specq import stats
 from specq.analysis import BASE, NULL, Analysis
-from specq.cost import speedup
+from specq.cost import CostModel, speedup
 from specq.decision import Decision, StudyFacts
+from specq.errors import SpecqError
 from specq.kv import KVFormat
 from specq.report.schema import Shift, Verdict
-from specq.tune import choose_k
+from specq.tune import Curve, choose_k, quantile_interval, speed_curve
 
 SHORT_CONTEXT = 2000  # tokens
 
@@ -18,6 +21,7 @@ def find_verdicts(
     analysis: Analysis,
     fmt: KVFormat,
     decision: Decision,
+    cost: CostModel,
     shift: Shift,
     probabilistic: Analysis | None,
 ) -> list[Verdict]:
@@ -39,10 +43,10 @@ def find_verdicts(
             Verdict(
                 code="no_native_fp8",
                 decision="the accelerator has no FP8 units: serving engines refuse or emulate this format there",
-                evidence=f"{facts.config.cost if facts.config.cost.startswith('roofline:') else facts.config.device}: compute"
-                " capability under 8.9",
+                evidence=f"{facts.server.gpu if facts.server else facts.config.device}: compute capability under 8.9",
             )
         )
+    out += strict_slo(facts, analysis, decision)
     best_mu = analysis.arms[BASE].emitted(decision.baseline_recommended) - 1
     if best_mu < 3.0:
         out.append(
@@ -53,7 +57,7 @@ def find_verdicts(
                 " under 3.0",
             )
         )
-    if fmt.codec.dtype.itemsize == 1 and facts.scale_sources.get(fmt.name) == "one":
+    if fmt.codec.itemsize == 1 and facts.scale_sources.get(fmt.name) == "one":
         out.append(
             Verdict(
                 code="scale_one",
@@ -69,7 +73,8 @@ def find_verdicts(
                 code="draft_kv_inherited",
                 decision=f"a draft that inherits {fmt.name} shifts mu beyond the noise floor; its cache can stay in BF16",
                 evidence=f"with both caches quantized mu shifts by {inherited.value:+.5f}"
-                f" [{inherited.lo:+.5f}, {inherited.hi:+.5f}] at K = {k}",
+                f" [{inherited.lo:+.5f}, {inherited.hi:+.5f}] at K = {k}"
+                + _inherited_speed(analysis, both, cost, decision),
             )
         )
     if not shift.significant:
@@ -77,6 +82,52 @@ def find_verdicts(
     if probabilistic is not None:
         out += _greedy_verdict(analysis, arm, probabilistic, decision)
     return out
+
+
+def strict_slo(facts: StudyFacts, analysis: Analysis, decision: Decision) -> list[Verdict]:
+    """Whether a limit of the time per token leaves any slack: the mean, its interval, and the slowest prompts."""
+    limit, curve, k = facts.config.max_ms_per_token, decision.curve, decision.recommended
+    if limit is None:
+        return []
+    mean = 1e3 * curve.per_token[k]
+    low, high = (1e3 * x for x in quantile_interval(curve.plain_draws / curve.draws[:, k]))
+    slow = 1e3 * np.quantile(_seconds_per_document(analysis, f"{decision.format.name}+bf16", curve, k), 0.95)
+    evidence = (
+        f"{mean:.2f} ms per token [{low:.2f}, {high:.2f}] on average at K = {k}, batch {curve.at.batch}, context"
+        f" {curve.at.context}; 95 % of the prompts need at most {slow:.2f} ms; the limit is {limit:g} ms"
+    )
+    if mean > limit:
+        text = "no batch and K that were asked about keep the time per token within the limit"
+    elif high > limit:
+        text = "the time per token keeps the limit on average, but not for sure"
+    elif slow > limit:
+        text = "the time per token keeps the limit on average, but not for the slowest prompts"
+    else:
+        return []
+    return [Verdict(code="strict_slo", decision=text, evidence=evidence)]
+
+
+def _seconds_per_document(analysis: Analysis, arm: str, curve: Curve, k: int) -> np.ndarray:
+    """Mean seconds per token of every document at K = k, [D]; cycles cost what they cost, acceptance differs."""
+    sums = analysis.arms[arm].sums
+    emitted = np.ones(len(sums.tokens)) if k == 0 else sums.tokens / sums.ends[:, k - 1]
+    return curve.times[k] / emitted
+
+
+def _inherited_speed(analysis: Analysis, both: str, cost: CostModel, decision: Decision) -> str:
+    """What a draft cache in the format does to speed at the recommended K, where the cost model knows its steps."""
+    at, k = decision.curve.at, decision.recommended
+    try:
+        curve = speed_curve(
+            analysis.emitted_curve(both), analysis.emitted_draws(both), cost, replace(at, draft_format=at.target_format)
+        )
+    except SpecqError:  # no timing of the draft in this format
+        return ""
+    ratio = curve.tokens_per_second[k] / decision.curve.tokens_per_second[k]
+    low, high = quantile_interval(curve.tokens_per_second_draws[:, k] / decision.curve.tokens_per_second_draws[:, k])
+    return (
+        f"; tokens per second {100 * (ratio - 1):+.1f} % [{100 * (low - 1):+.1f}, {100 * (high - 1):+.1f}] at K = {k}"
+    )
 
 
 def _not_resolved(analysis: Analysis, arm: str, k: int) -> Verdict:
@@ -99,7 +150,7 @@ def _not_resolved(analysis: Analysis, arm: str, k: int) -> Verdict:
 
 def _greedy_verdict(analysis: Analysis, arm: str, probabilistic: Analysis, decision: Decision) -> list[Verdict]:
     """What drafting from q instead of its argmax would give, each at its own best K and the first operating point."""
-    greedy = next(iter(decision.curves.values()))
+    greedy = decision.curve
     times = greedy.times
     sampled = speedup(probabilistic.emitted_curve(arm), times)
     k = choose_k(sampled, speedup(probabilistic.emitted_draws(arm), times))

@@ -2,13 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
 
 from specq.acceptance import (
-    Rule,
-    acceptance_terms,
     accepted_prefix,
     residual,
     score_positions,
@@ -16,7 +15,8 @@ from specq.acceptance import (
 )
 from specq.counters import CycleCounts
 from specq.errors import SpecqError
-from specq.sampling import Transform, inverse_cdf, log_probs
+from specq.rules import Rule, Transform, acceptance_terms
+from specq.sampling import inverse_cdf, log_probs
 
 PROBABILISTIC, GREEDY = Rule(), Rule("greedy")
 STRICT, STRICT_GREEDY = Rule("probabilistic", "strict"), Rule("greedy", "strict")
@@ -37,7 +37,7 @@ def scores(p, q, tokens=(0,), rule=PROBABILISTIC, u=None):
 
 def alpha(p, q, rule):
     s = scores(p, q, rule=rule)
-    return float(acceptance_terms(vars(s), torch.tensor([0]), rule)[0])
+    return acceptance_terms(vars(s), torch.tensor([0]), rule)[0].item()
 
 
 def test_s01_only_the_accepted_prefix_counts():
@@ -87,7 +87,7 @@ def test_text_outside_the_support_gives_limits_and_no_nan():
     s = scores([1.0, 0.0, 0.0], [0.5, 0.5, 0.0], tokens=(1, 2))
     for rule in RULES:
         a, b = acceptance_terms(vars(s), torch.tensor([1, 2]), rule)
-        assert torch.isfinite(a).all() and torch.isfinite(b).all()
+        assert np.isfinite(a).all() and np.isfinite(b).all()
     assert acceptance_terms(vars(s), torch.tensor([1, 2]), PROBABILISTIC)[1].tolist() == [1.0, 0.0]
 
 
@@ -109,7 +109,7 @@ def test_b_averages_to_a_over_the_targets_own_token(rule):
             p.log().repeat(6, 1), q.log().repeat(6, 1), torch.arange(6), p.log().repeat(6, 1), torch.rand(6), rule
         )
         a, b = acceptance_terms(vars(s), torch.arange(6), rule)
-        assert float((p * b).sum()) == pytest.approx(float(a[0]), abs=1e-12)
+        assert float((p.numpy() * b).sum()) == pytest.approx(float(a[0]), abs=1e-12)
 
 
 def test_all_rules_agree_at_temperature_zero():
@@ -121,8 +121,8 @@ def test_all_rules_agree_at_temperature_zero():
     s = score_positions(logp, logq, tokens, logp, torch.rand(50, generator=g), PROBABILISTIC)
     results = [acceptance_terms(vars(s), tokens, r) for r in RULES]
     for a, b in results:
-        assert set(a.tolist()) <= {0.0, 1.0} and torch.equal(a, results[0][0])
-        assert torch.equal(a.double(), b.double())
+        assert set(a.tolist()) <= {0.0, 1.0} and np.array_equal(a, results[0][0])
+        assert np.array_equal(a, b)
     assert 0 < results[0][0].sum() < 50 and set(s.ratio.tolist()) == {0.0, 1.0}
 
 

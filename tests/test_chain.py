@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from specq import chain
-from specq.acceptance import Rule, acceptance_terms, score_positions
+from specq.acceptance import score_positions
 from specq.analysis import analyse
-from specq.prompts import Prompt
-from specq.texts import Text
+from specq.prompts import Prompt, Text
+from specq.rules import Rule, acceptance_terms
 
 K_MAX = 8
 PROBABILISTIC = toys.RULES[0]
@@ -138,8 +138,8 @@ def test_scored_terms_are_the_rules_definition(rule):
     tokens = torch.from_numpy(token)
     scores = score_positions(logp, logq, tokens, logp, torch.full((36,), 0.5), Rule(*rule))
     a, b = acceptance_terms(vars(scores), tokens, Rule(*rule))
-    np.testing.assert_allclose(a.numpy(), terms.a[last], rtol=2e-6)
-    np.testing.assert_allclose(b.numpy(), terms.b[last, token], rtol=2e-6)
+    np.testing.assert_allclose(a, terms.a[last], rtol=2e-6)
+    np.testing.assert_allclose(b, terms.b[last, token], rtol=2e-6)
 
 
 # ---------------------------------------------------------------- identities
@@ -152,7 +152,7 @@ def test_equal_distributions_accept_everything():
     logp = torch.from_numpy(rng.normal(size=(tokens * texts, 7))).float().log_softmax(-1)
     token = torch.from_numpy(rng.integers(0, 7, tokens * texts))
     scores = score_positions(logp, logp.clone(), token, logp, torch.zeros(tokens * texts), Rule())
-    a, b = (x.double().numpy().reshape(tokens, texts) for x in acceptance_terms(vars(scores), token, Rule()))
+    a, b = (x.reshape(tokens, texts) for x in acceptance_terms(vars(scores), token, Rule()))
     result = chain.run_chain(a, b, whole(a), K_MAX)
     assert chain.emitted(result.tokens, result.ends).tolist() == [k + 1 for k in range(1, K_MAX + 1)]
     assert chain.survival(result.ends, result.accepted).tolist() == np.tri(K_MAX).tolist()

@@ -29,7 +29,7 @@ def test_help_and_version_import_nothing_heavy():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
-    for command in ("study", "formats", "pairs", "schema"):
+    for command in ("study", "tune", "compare", "capacity", "formats", "pairs", "schema"):
         assert command in out.stdout
     assert run("--version").stdout.strip() == __version__
 

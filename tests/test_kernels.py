@@ -4,6 +4,7 @@ The matrix of formats x head_dim x group x queries x page size is covered pairwi
 GPU larger lengths join. Outputs are poisoned where a kernel could leave them unwritten.
 """
 
+import functools
 import itertools
 import math
 import os
@@ -13,9 +14,19 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from specq_kernels import PagedKV, acceptance, reference, replay_attention, store_kv, verify_attention  # noqa: E402
-from specq_kernels.codec import INTERPRETED  # noqa: E402
-from specq_kernels.layout import SPECS  # noqa: E402
+from specq_kernels import (  # noqa: E402
+    PagedKV,
+    acceptance,
+    native,
+    reference,
+    replay_attention,
+    store_cuda,
+    store_kv,
+    verify_attention,
+    verify_cuda,
+)
+from specq_kernels.codec import INTERPRETED, emulated  # noqa: E402
+from specq_kernels.layout import CHANNEL, SPECS  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 if not INTERPRETED and not torch.cuda.is_available():
@@ -104,15 +115,54 @@ def test_store_is_bit_equal_to_the_reference(name, dim, page, heads):
     k[4, 0, :4] = torch.tensor([1.5, 2.5, -1e6, 465.0])
     slots = torch.randperm(4 * page, generator=g)[:tokens]
     slots[7] = -1
+    stores = [store_kv, reference.store_kv] + ([] if INTERPRETED else [functools.partial(store_kv, bits=True)])
     caches = []
-    for store in (store_kv, reference.store_kv):
+    for store in stores:
         cache = PagedKV.allocate(name, 4, heads, page, dim, DEVICE, k_static=0.02, v_static=0.03)
         for pages in (cache.k, cache.v):
             pages.view(torch.int8 if pages.element_size() == 1 else torch.int16).fill_(77)
         store(k.to(DEVICE), v.to(DEVICE), cache, slots.to(DEVICE))
         caches.append(cache)
     for part in ("k", "v", "k_scale", "v_scale", "k_low", "v_low"):
-        assert torch.equal(*(raw(getattr(c, part)) for c in caches)), part
+        assert all(torch.equal(raw(getattr(c, part)), raw(getattr(caches[1], part))) for c in caches), part
+
+
+@pytest.mark.skipif(INTERPRETED, reason="CUDA C++ needs the hardware")
+@pytest.mark.parametrize("dim", store_cuda.HEAD_DIMS)
+@pytest.mark.parametrize("name", [f for f in FORMATS if f != "bf16"])
+def test_cuda_store_is_bit_equal_to_the_reference(name, dim):
+    """bf16 tokens of every magnitude, scales out of the ordinary, zeros, infinities and NaN, strided heads, slots of -1:
+    the CUDA C++ kernel writes the reference's bytes."""
+    g = torch.Generator().manual_seed(dim)
+    tokens, heads, page = 1000, 3, 16
+    k, v = (
+        torch.randn(tokens, 2 * heads, dim, generator=g)
+        * 10.0 ** torch.randint(-36, 30, (tokens, 2 * heads, 1), generator=g)
+        for _ in range(2)
+    )
+    v = torch.where(torch.rand(tokens, 1, 1, generator=g) < 0.5, v, torch.randn(v.shape, generator=g) * 3)
+    k[3], v[5] = 0.0, 0.0
+    k[4, :, :4] = torch.tensor([math.inf, -math.inf, 1.0, -2.0])
+    k, v = (t.to(DEVICE, torch.bfloat16)[:, ::2] for t in (k, v))
+    slots = torch.randperm(64 * page, generator=g)[:tokens].to(DEVICE)
+    slots[7] = -1
+    caches = []
+    for store in (store_kv, reference.store_kv):
+        cache = PagedKV.allocate(
+            name, 64, heads, page, dim, DEVICE, k_static=1e-30 if dim == 64 else 0.02, v_static=0.03
+        )
+        cache.k_static[1] = 7.0
+        if cache.spec.k_scale == CHANNEL:
+            cache.k_static[1, 3] = 2e30
+        store(k, v, cache, slots)
+        caches.append(cache)
+    assert store_cuda.takes(k, v, cache.spec) or native.why_not(k.device)
+    for part in ("k", "v", "k_scale", "v_scale", "k_low", "v_low"):
+        a, b = (getattr(c, part) for c in caches)
+        if part.endswith(("scale", "low")):  # NaN has many bits
+            assert torch.equal(a.nan_to_num(-1.0), b.nan_to_num(-1.0)), part
+        else:
+            assert torch.equal(raw(a), raw(b)), part
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "bf16"])
@@ -137,6 +187,27 @@ def test_hardware_and_integer_encoding_agree(name):
         assert got[0, 0, 2, 0].isnan() or name == "bf16" or got.isnan().sum() == 1
 
 
+@pytest.mark.parametrize("name", [f for f in FORMATS if SPECS[f].code in (1, 2)])
+def test_q29_older_gpus_emulate_the_codes(name, monkeypatch):
+    """Q-29: a GPU of capability 8.0 (it has no e4m3), like the interpreter, reads codes by their bits: every code but NaN
+    comes back as torch reads it, through the attention of a single token."""
+    with monkeypatch.context() as old:
+        old.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+        assert emulated(torch.device("cuda")) and emulated(torch.device("cpu"))
+        assert native.capability.__wrapped__(0) == (8, 0)
+    monkeypatch.setattr("specq_kernels.attention.emulated", lambda _: True)
+    codes = torch.arange(256, dtype=torch.uint8).view(SPECS[name].dtype)
+    finite = codes.float().isfinite().view(4, 64).all(0)
+    cache = PagedKV.allocate(name, 4, 1, 16, 64, DEVICE)
+    cache.v.view(torch.uint8)[:, 0, 0] = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(4, 64)
+    cache.v_scale.fill_(1.0)
+    one = torch.ones(4, dtype=torch.int32, device=DEVICE)
+    table = torch.arange(4, dtype=torch.int32, device=DEVICE)[:, None]
+    q = torch.zeros(4, 1, 1, 64, device=DEVICE)
+    out = verify_attention(q, cache, table, one, one, 1, backend="triton")[:, 0, 0].cpu()
+    assert torch.equal(out[:, finite], codes.float().view(4, 64)[:, finite])
+
+
 def test_q05_zeros_and_q13_ties_in_raw_codes():
     """Q-05: an all-zero row has a finite, positive scale; Q-13: amax 127, [.6,1.5,2.5,-.6,-1.5,-2.5] -> [1,2,2,-1,-2,-2],
     K and V both."""
@@ -150,27 +221,96 @@ def test_q05_zeros_and_q13_ties_in_raw_codes():
 
 
 VERIFY_CASES = pairwise(FORMATS, (64, 80, 128), (1, 6, 7, 16), (1, 2, 5, 17), (16, 32))
-VARIANTS = ((32, False), (32, True), (1024, False))  # (chunk, operand order)
+BACKENDS = [("triton", 32), ("triton", 1024)] + ([] if INTERPRETED else [("cuda", 128), ("cuda", 512)])
 
 
 @pytest.mark.parametrize(("name", "dim", "group", "queries", "page"), VERIFY_CASES, ids=str)
 def test_verify_attention(name, dim, group, queries, page):
-    """Ragged rows, one of them without queries, split and unsplit, both operand orders: the reference's output."""
+    """Ragged rows, one of them without queries, split and unsplit, through every backend: the reference's output."""
     kv_heads = 1 if group > 6 else 2
     lengths, counts = [max(queries, 40), 17 + queries, 90], [queries, 0, max(1, queries - 1)]
-    for chunk, swap in VARIANTS:
-        tuning = {"swap": swap, "block_n": 32, "block_m": 64 if group * queries > 32 else 16}
+    for backend, chunk in BACKENDS:
+        if backend == "cuda" and dim not in verify_cuda.HEAD_DIMS:
+            continue
+        kw = {"tuning": {"block_n": 32, "block_m": 64 if group * queries > 32 else 16}} if backend == "triton" else {}
         out, expected = attend(
-            verify_attention, name, lengths, counts, group * kv_heads, kv_heads, dim, page, chunk=chunk, tuning=tuning
+            verify_attention,
+            name,
+            lengths,
+            counts,
+            group * kv_heads,
+            kv_heads,
+            dim,
+            page,
+            backend=backend,
+            chunk=chunk,
+            **kw,
         )
-        assert error(out, expected, counts) < TOLERANCE
+        assert error(out, expected, counts) < TOLERANCE, (backend, chunk)
+
+
+# group, queries, page size, options
+CUDA_CASES = [
+    (1, 1, 16, {}),
+    (8, 1, 16, {}),
+    (8, 4, 32, {}),
+    (6, 5, 16, {}),
+    (8, 8, 48, {}),
+    (16, 17, 16, {}),
+    (7, 5, 16, {"window": 900}),
+    (8, 4, 16, {"softcap": 5.0}),
+    (8, 3, 16, {"window": 300, "softcap": 3.0, "sinks": True}),
+]
+
+
+@pytest.fixture(scope="module")
+def cuda_kernels():
+    """The CUDA C++ kernels of every format, compiled side by side."""
+    device = torch.device(DEVICE)
+    if INTERPRETED or verify_cuda.why_not(device, 128):
+        pytest.skip(f"no CUDA C++ kernels: {verify_cuda.why_not(device, 128)}")
+    wanted = {
+        verify_cuda.Config(
+            spec, dim, verify_cuda.row_blocks(dim, group * queries)[0], group, page, capped="softcap" in kw
+        )
+        for spec in SPECS.values()
+        for dim in verify_cuda.HEAD_DIMS
+        for group, queries, page, kw in CUDA_CASES
+    }
+    verify_cuda.build(wanted)
+
+
+@pytest.mark.parametrize("dim", list(verify_cuda.HEAD_DIMS))
+@pytest.mark.parametrize("name", FORMATS)
+def test_cuda_verify_attention(cuda_kernels, name, dim):
+    """The CUDA C++ kernel over one and several clusters, ragged rows, every number of row tiles, small and large pages,
+    window, soft cap and sinks: the reference's output, and the same bits alone and in company."""
+    lengths = [5000, 700, 30, 4097]
+    for group, queries, page, options in CUDA_CASES:
+        counts, kw = [queries, max(1, queries - 1), queries, 0], dict(options)
+        if "sinks" in kw:
+            kw["sinks"] = torch.randn(2 * group, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+        out, expected = attend(
+            verify_attention, name, lengths, counts, 2 * group, 2, dim, page, seed=queries, backend="cuda", **kw
+        )
+        assert error(out, expected, counts) < TOLERANCE, (group, queries, page, kw)
+    cache, table, contexts = paged(name, lengths, 2, dim, 16, 3)
+    q = torch.randn(4, 4, 16, dim, generator=torch.Generator().manual_seed(4)).to(DEVICE, QUERY_DTYPE)
+    n = torch.full((4,), 4, dtype=torch.int32, device=DEVICE)
+    whole = verify_attention(q, cache, table, contexts, n, 5000, backend="cuda")
+    for rows in ([0, 1, 2, 3], [1], [2, 0], [3, 1]):
+        longest = max(lengths[r] for r in rows)
+        part = verify_attention(
+            q[rows], cache, table[rows].contiguous(), contexts[rows], n[rows], longest, backend="cuda"
+        )
+        assert torch.equal(part, whole[rows])
 
 
 @pytest.mark.parametrize("dim", [96, 112, 192, 256])
 @pytest.mark.parametrize("name", ["bf16", "int8_per_token_head"])
 def test_q18_head_dims_that_are_no_power_of_two(name, dim):
     """Q-18: head_dim 96, 112, 192, 256 match; the second half of the channels counts."""
-    out, expected = attend(verify_attention, name, [50], [2], 4, 2, dim, 16, chunk=32)
+    out, expected = attend(verify_attention, name, [50], [2], 4, 2, dim, 16, chunk=32, backend="triton")
     assert error(out, expected, [2]) < TOLERANCE
     cache, table, contexts = paged(name, [50], 2, dim, 16, 0)
     q = torch.randn(1, 2, 4, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE, QUERY_DTYPE)

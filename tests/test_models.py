@@ -5,14 +5,14 @@ import torch
 from conftest import VOCAB, edit_json, save_model
 from safetensors.torch import load_file, save_file
 
-from specq.acceptance import Rule
 from specq.errors import SpecqError
 from specq.kv import get_format
 from specq.models import check_pair, geometry_of, load
-from specq.prompts import Prompt
+from specq.prompts import Prompt, Text
 from specq.replay import Arm, Setting, score_texts
-from specq.sampling import Transform, fit_width, log_probs
-from specq.texts import Text, sample_texts
+from specq.rules import Rule, Transform
+from specq.sampling import fit_width, log_probs
+from specq.texts import sample_texts
 
 BF16 = get_format("bf16")
 WORDS = ["<s>", "</s>", *(f"w{i}" for i in range(2, 15))]  # a tokenizer of 15 ids

@@ -7,14 +7,13 @@ from conftest import FLOAT32, VOCAB, save_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specq import analysis
-from specq.acceptance import Rule
 from specq.errors import SpecqError
 from specq.kv import get_format
 from specq.models import Vocabulary, load
-from specq.prompts import Prompt
+from specq.prompts import Prompt, Text
 from specq.replay import ALTERNATIVE, Arm, Setting, chunk_positions, score_texts
-from specq.sampling import Transform
-from specq.texts import Text, sample_texts
+from specq.rules import Rule, Transform
+from specq.texts import sample_texts
 
 BF16, FP8, INT8 = (get_format(n) for n in ("bf16", "fp8", "int8"))
 BASE = Arm.of(BF16, BF16)

@@ -16,7 +16,7 @@ from specq.report.view import FormatView
 
 K_MAX, PROMPTS, POSITIONS, FORMAT = 4, 5, 30, "fp8_e4m3"
 ARM, BOTH, NASTY = f"{FORMAT}+bf16", f"{FORMAT}+{FORMAT}", "<script>alert(1)</script>"
-PLOTS = {"acceptance_curve", "mu_shift", "speedup_vs_k", "ratio_histogram", "context"}
+PLOTS = {"acceptance_curve", "mu_shift", "speedup_vs_k", "ratio_histogram", "context", "break_even", "sensitivity"}
 
 
 def estimate(value, half=0.002):
@@ -47,6 +47,17 @@ def curve(batch):
         "batch": batch,
         "context": 512,
         "recommended": 2,
+        "recommended_bf16": 2,
+        "over_bf16": 1.05,
+        "over_bf16_ci95": [1.01, 1.09],
+        "break_even": {
+            "k": 3,
+            "emitted_ratio": 0.98,
+            "emitted_ci95": [0.97, 0.99],
+            "cycle_ratio": 0.9,
+            "speed": 0.98 / 0.9,
+            "speed_ci95": [1.0, 1.1],
+        },
         "speedup": speed,
         "speedup_ci95": [[s - 0.1, s + 0.1] for s in speed],
         "speedup_bf16": speed,
@@ -54,6 +65,29 @@ def curve(batch):
         "cycle_seconds": [0.01 * (1 + 0.2 * k) for k in range(K_MAX + 1)],
         "cycle_seconds_bf16": [0.011 * (1 + 0.2 * k) for k in range(K_MAX + 1)],
     }
+
+
+def sensitivity():
+    point = {"recommended": 2, "recommended_bf16": 3, "over_bf16": 1.05, "ci95": [1.01, 1.09]}
+    return {"at": {"batch": 1, "context": 512}} | {
+        key: [point | {"x": x} for x in xs]
+        for key, xs in (("alpha", (-0.1, 0.0, 0.1)), ("draft_cost", (0.5, 1.0, 2.0)), ("batch", (1, 8)))
+    }
+
+
+def groups():
+    return [
+        {
+            "name": "<i>code</i>",
+            "documents": 2,
+            "k": 3,
+            "mu_bf16": 0.9,
+            "mu": 0.9,
+            "best": 1,
+            "loss": 0.02,
+            "loss_ci95": [0.0, 0.05],
+        }
+    ]
 
 
 def side(source):
@@ -108,7 +142,7 @@ def fake_study():
         "arms_own_text": {},
         "shifts_own_text": {},
         "text_sampled_from_target": {"sum_b_minus_a_mean": 0.1, "se": None, "z": 0.0},
-        "decisions": {FORMAT: {"curves": [curve(1), curve(8)]}},
+        "decisions": {FORMAT: {"curves": [curve(1), curve(8)], "sensitivity": sensitivity(), "groups": groups()}},
         "cost": {"source": "roofline:$h100$"},
         "bootstrap": {"draws": 2000, "documents": PROMPTS, "seed": 0},
         "timings_seconds": {"score": 1.5},
@@ -128,7 +162,29 @@ def fake_recommendation():
         "current_num_speculative_tokens": 3,
         "recommended_num_speculative_tokens": 2,
         "recommended_schedule": [[1, 8, 2]],
-        "speedup": {"retuning_gain": 0.0769, "ci95": [0.05, 0.11]},
+        "speedup": {
+            "retuning_gain": 0.0769,
+            "ci95": [0.05, 0.11],
+            "kept_bf16_k": {"k": 3, "loss": 0.07, "ci95": [0.01, 0.12]},
+        },
+        "break_even": {
+            "k": 3,
+            "emitted_ratio": 0.98,
+            "emitted_ratio_ci95": [0.97, 0.99],
+            "cycle_time_ratio": 0.9,
+            "speed_ratio": 1.0889,
+            "speed_ratio_ci95": [1.0, 1.1],
+        },
+        "capacity": {
+            "server": "8 x h100",
+            "context": 512,
+            "sequences": 65,
+            "bf16_sequences": 35,
+            "batch": 65,
+            "bf16_batch": 35,
+            "tokens_per_second_over_bf16": 1.75,
+            "ci95": [1.7, 1.8],
+        },
         "cost": {"source": "roofline:$h100$", "details": {"records": [{"seconds": 1.0}], "note": None}},
         "decision": f"enable {FORMAT} & set num_speculative_tokens to 2",
         "verdicts": [{"code": "scale_one", "decision": "calibrate", "evidence": "none was asked for"}],
@@ -225,6 +281,9 @@ def test_the_answer_comes_first_in_full(tmp_path):
     assert "-0.0123 [-0.0143, -0.0103] at K = 3 (1.100 to 1.090)" in top and "beyond the noise floor" in top
     assert "num_speculative_tokens = 2 rather than 3 gives +7.7 % [+5.0, +11.0]" in top
     assert page.index("enable fp8_e4m3 &amp; set") < page.index("<h2>Evidence")
+    assert "lost by keeping BF16&#39;s best K = 3" in page and "+7.0 %" in page and "[+1.0, +12.0]" in page
+    assert "sequences that fit in fp8_e4m3" in page and "1.750x" in page
+    assert "<td>0.9800</td><td>0.9000</td><td>+5.0 %</td><td>[+1.0, +9.0]</td>" in page
     assert "-0.3000" in page and "-0.0234" in page  # own text, and the draft's cache in the format too
     assert all(word in page for word in ("accepted", "emitted", "marginal", "conditional"))
 

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from scipy.stats import chisquare
 
-from specq.sampling import Transform, fit_width, gumbel_choice, inverse_cdf, log_probs, stream
+from specq.rules import Transform
+from specq.sampling import fit_width, gumbel_choice, inverse_cdf, log_probs, stream
 
 logits_strategy = st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=12)
 

@@ -74,7 +74,15 @@ def test_every_promised_file_is_there(finished):
     for name in ("fp8", "int8"):
         Recommendation.model_validate(strict_json(folder / name / "recommendation.json"))
         SpeculationProfile.model_validate(strict_json(folder / name / "speculation_profile.json"))
-        plots = {"acceptance_curve", "mu_shift", "speedup_vs_k", "ratio_histogram", "context"}
+        plots = {
+            "acceptance_curve",
+            "mu_shift",
+            "speedup_vs_k",
+            "ratio_histogram",
+            "context",
+            "break_even",
+            "sensitivity",
+        }
         assert {p.stem for p in (folder / name / "plots").glob("*.png")} == plots
         assert (folder / name / "report.html").stat().st_size > 10_000
 

@@ -1,14 +1,15 @@
 """The decision: K from curves and costs, schedules, what is written for vLLM, against numbers worked out by hand."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from specq.cost import Operating, cycle_time_draws, cycle_times, speedup
-from specq.cost.gpus import get_gpu, gpus
-from specq.cost.roofline import ModelShape, Roofline
-from specq.cost.table import TableCost, Timing, read_timings
+from specq.cost import Operating, cycle_times, speedup
+from specq.cost.table import TableCost, Timing
 from specq.errors import SpecqError
 from specq.kv import get_format
 from specq.tune import Curve, choose_k, draw_choices, retuning, schedule, speed_curve
@@ -86,6 +87,8 @@ def test_draws_that_choose_for_themselves():
     """Each draw's own K is the smallest within 1 % of that draw's best."""
     draws = np.array([[1.0, 1.2, 1.205], [1.0, 1.2, 1.3], [1.0, 0.9, 0.8]])
     assert draw_choices(draws).tolist() == [1, 2, 0]
+    assert draw_choices(draws, np.array([True, False, True])).tolist() == [2, 2, 0]
+    assert draw_choices(draws, np.zeros(3, bool)).tolist() == [1, 2, 0]  # a limit that nothing meets rules nothing out
 
 
 def test_retuning_gain_is_the_ratio_of_the_curve():
@@ -110,81 +113,20 @@ def test_the_schedule_is_in_vllms_form():
     assert schedule([(16, 4)]) == [[1, 16, 4]]
 
 
-def table(seconds):
-    records = [
-        Timing(kind="target", batch=2, context=64, new_tokens=n, kv_format="bf16", seconds=s) for n, s in seconds
-    ]
-    return TableCost(records, "file:t", {})
-
-
-def test_table_interpolates_and_refuses_what_it_lacks():
-    """Between its new_tokens a table is linear, beyond them flat; a missing format or context is named."""
-    t = table([(1, 1.0), (5, 3.0)])
-    assert [t.step_time("target", 2, 64, n, "bf16") for n in (1, 3, 5, 9)] == [1.0, 2.0, 3.0, 3.0]
-    with pytest.raises(SpecqError, match="no target timing for fp8_e4m3"):
-        t.step_time("target", 2, 64, 1, "fp8_e4m3")
-    more = TableCost(
-        [*(Timing(kind="draft", batch=b, context=64, new_tokens=1, kv_format="bf16", seconds=1.0) for b in (1, 2))],
-        "x",
-        {},
-    )
-    with pytest.raises(SpecqError, match="batch 4.*it has batch 1 context 64, batch 2 context 64"):
-        more.step_time("draft", 4, 64, 1, "bf16")
-
-
-def test_timing_noise_reaches_the_decision():
-    """Resampled step times widen the speedup's interval; without them the table counts as exact."""
-    rng = np.random.default_rng(0)
-    records = [
-        Timing(kind=k, batch=1, context=1, new_tokens=1, kv_format="bf16", seconds=s)
-        for k, s in (("target", 1.0), ("draft", 0.2))
-    ]
-    noisy = TableCost(records, "m", {}, draws=np.array([[1.0], [0.2]]) * (1 + 0.05 * rng.standard_normal((2, 500))))
-    assert cycle_time_draws(noisy, AT, 2).shape == (500, 3) and cycle_time_draws(ratio_cost(0.2), AT, 2).shape == (1, 3)
-    emitted = constant_alpha(0.7, 2)
-    exact = speed_curve(emitted, np.repeat(emitted[None], 500, 0), ratio_cost(0.2), AT).interval(2)
-    wide = speed_curve(emitted, np.repeat(emitted[None], 500, 0), noisy, AT).interval(2)
-    assert exact[0] == exact[1] and wide[0] < exact[0] < wide[1]
-
-
-def test_timings_files_are_read_or_refused(tmp_path):
-    """A bare list or {records, fixed}; aliases of formats are understood; wrong fields are named, with no traceback."""
-    record = {"kind": "target", "batch": 1, "context": 8, "new_tokens": 1, "kv_format": "fp8", "seconds": 0.5}
-    path = tmp_path / "t.json"
-    path.write_text(json.dumps({"records": [record], "fixed": 0.25}))
-    cost = read_timings(str(path))
-    assert cost.fixed == 0.25 and cost.step_time("target", 1, 8, 1, "fp8_e4m3") == 0.5
-    path.write_text(json.dumps([record]))
-    assert read_timings(str(path)).fixed == 0
-    for bad, why in (
-        ([record | {"seconds": -1}], "seconds"),
-        ([record | {"extra": 1}], "extra"),
-        ([], "records"),
-        ("{", "JSON"),
-    ):
-        path.write_text(bad if isinstance(bad, str) else json.dumps(bad))
-        with pytest.raises(SpecqError, match=why):
-            read_timings(str(path))
-
-
-LLAMA_70B = ModelShape(69_503_033_344, 80, 64, 8, 128)
-LLAMA_1B = ModelShape(1_235_814_400, 16, 32, 8, 64)
-
-
-def test_roofline_counts_bytes_and_operations():
-    """70B on an H200 at batch 1 is bound by its weights' bytes; K/V of 32 x 32k tokens in FP8 costs half of BF16's;
-    512 new tokens at batch 32 are bound by the matrix rate."""
-    gpu = get_gpu("h200")
-    r = Roofline(gpu, LLAMA_70B, LLAMA_1B)
-    weights = 2 * LLAMA_70B.weights / (gpu.bandwidth * 1e9 * 0.8)
-    assert r.step_time("target", 1, 1, 1, "bf16") == pytest.approx(weights, rel=1e-4)
-    kv = [r.step_time("target", 32, 32768, 1, f) - r.step_time("target", 32, 1, 1, f) for f in ("bf16", "fp8_e4m3")]
-    assert kv[1] / kv[0] == pytest.approx(0.5) and kv[0] == pytest.approx(32 * 10.737e9 / (4.8e12 * 0.8), rel=1e-3)
-    work = 32 * 512 * 2 * LLAMA_70B.weights / (gpu.bf16 * 1e12 * 0.6)
-    assert r.step_time("target", 32, 1, 512, "bf16") == pytest.approx(work, rel=0.02)
-    with pytest.raises(SpecqError, match="h100.*h200"):
-        get_gpu("h1000")
-    assert all(g.bandwidth > 500 and g.source for g in gpus().values())
+@given(st.dictionaries(st.integers(1, 512), st.integers(0, 16), min_size=1, max_size=8))
+def test_every_schedule_is_one_that_vllm_takes(best):
+    """Ranges are inclusive, start at 1, leave no gap, do not overlap, end at the largest batch, and every batch asked for
+    has its own K; no two neighbours are alike, and the largest K is num_speculative_tokens."""
+    plan = schedule(list(best.items()))
+    assert plan[0][0] == 1 and plan[-1][1] == max(best)
+    assert all(a <= b for a, b, _ in plan) and all(y[0] == x[1] + 1 for x, y in pairwise(plan))
+    assert all(x[2] != y[2] for x, y in pairwise(plan))
+    for batch, k in best.items():
+        assert [entry[2] for entry in plan if entry[0] <= batch <= entry[1]] == [k]
+    written = block(schedule_=plan).speculative_config
+    assert (max(best.values()) == 0) == (written is None)
+    if written:
+        assert written["num_speculative_tokens"] == max(best.values())
 
 
 def block(version="0.32", schedule_=((1, 1, 3),), fmt="fp8"):

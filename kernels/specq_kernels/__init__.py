@@ -19,7 +19,7 @@ __all__ = ["SPECS", "FormatSpec", "PagedKV", "acceptance", "replay_attention", "
 _HOMES = {
     "store_kv": "store",
     "verify_attention": "attention",
-    "replay_attention": "attention",
+    "replay_attention": "replay",
     "acceptance": "accept",
 }
 

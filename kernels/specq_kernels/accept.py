@@ -1,7 +1,8 @@
 """Acceptance figures of several target arms against one draft, from logits, without a softmax in memory.
 
-Two walks over each row: the first finds maxima, their ids and normalisers, the second the sums that need both
-distributions. alpha = sum min(p, q) is formed as 1 - sum |p - q| / 2, exactly 1 for equal rows.
+Two walks over the rows of a position: the first finds maxima, their ids and normalisers of the draft and of every arm, the
+second the sums that need two distributions; it runs backwards, so that it begins with what the cache still holds.
+alpha = sum min(p, q) is formed as 1 - sum |p - q| / 2, exactly 1 for equal rows.
 """
 
 from dataclasses import dataclass
@@ -10,104 +11,126 @@ import torch
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 COLUMNS = tl.constexpr(9)
+LANES = tl.constexpr(8)  # neighbouring logits that one thread reads at once
+FAR = tl.constexpr(2147483647)
 
 
 @triton.jit
-def _walk(row, size, width, factor, BLOCK: tl.constexpr):
-    """(maximum, its lowest id, sum of 2^(x - maximum)) of one row of scaled logits (base 2)."""
-    lane = tl.arange(0, BLOCK)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    at = tl.zeros([BLOCK], tl.int32)
-    total = tl.zeros([BLOCK], tl.float32)
-    for v0 in range(0, size, BLOCK):
-        v = v0 + lane
-        x = tl.load(row + v, mask=v < tl.minimum(size, width), other=float("-inf")).to(tl.float32) * factor
-        larger = x > best
-        new = tl.where(larger, x, best)
-        at = tl.where(larger, v, at)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp2(best - safe) + tl.exp2(x - safe)
-        best = new
-    top = tl.max(best, 0)
-    first = tl.min(tl.where(best == top, at, 2147483647), 0)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    return top, first, tl.sum(total * tl.exp2(best - safe), 0)
+def _scaled(row, v, width, factor, lse):
+    """log2 of the probabilities of ids v. An explicit fma: equal logits give bit-equal probabilities."""
+    x = tl.load(row + v, mask=v < width, other=float("-inf")).to(tl.float32)
+    return tl.math.fma(x, tl.full(x.shape, factor, tl.float32), tl.zeros_like(x) - lse)
 
 
 @triton.jit
 def _acceptance_kernel(
     target, target_arm, target_row, draft, draft_row, tokens, drafted, out, top1, rows, size, target_width, draft_width,
-    factor, draft_factor, BLOCK: tl.constexpr, HAS_DRAFTED: tl.constexpr,
+    factor, draft_factor, ARMS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_R: tl.constexpr,
+    CUT: tl.constexpr, HAS_DRAFTED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one position of one arm. Columns: see `Acceptance`."""
-    n = tl.program_id(0)
-    arm = tl.program_id(1)
-    base_row = target + n.to(tl.int64) * target_row
-    p_row = base_row + arm.to(tl.int64) * target_arm
-    q_row = draft + n.to(tl.int64) * draft_row
-    p_top, p_id, p_sum = _walk(p_row, size, target_width, factor, BLOCK)
-    q_top, q_id, q_sum = _walk(q_row, size, draft_width, draft_factor, BLOCK)
-    b_top, b_id, b_sum = p_top, p_id, p_sum
-    if arm > 0:
-        b_top, b_id, b_sum = _walk(base_row, size, target_width, factor, BLOCK)
-    p_lse = p_top + tl.log2(p_sum)
-    q_lse = q_top + tl.log2(q_sum)
-    b_lse = b_top + tl.log2(b_sum)
-    lane = tl.arange(0, BLOCK)
-    gap = tl.zeros([BLOCK], tl.float32)
-    strict = tl.zeros([BLOCK], tl.float32)
-    p_entropy = tl.zeros([BLOCK], tl.float32)
-    q_entropy = tl.zeros([BLOCK], tl.float32)
-    kl = tl.zeros([BLOCK], tl.float32)
+    """One program: one position, all arms. Columns: see `Acceptance`."""
+    n = tl.program_id(0).to(tl.int64)
+    base = target + n * target_row
+    q_row = draft + n * draft_row
+    # loads are masked by the width in memory (wide loads need its divisibility), ids that do not count by CUT
+    p_width = target_width
+    q_width = draft_width
+    v_block = tl.arange(0, BLOCK_R)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    BLOCK: tl.constexpr = BLOCK_R * LANES
+    # first walk: row 0 is the draft, row 1 + i is arm i
+    x_row = tl.arange(0, BLOCK_X)
+    x_base = tl.where(x_row == 0, q_row, base + (x_row - 1).to(tl.int64) * target_arm)
+    x_width = tl.where(x_row == 0, q_width, tl.where(x_row <= ARMS, p_width, 0))
+    x_factor = tl.where(x_row == 0, draft_factor, factor)
+    best = tl.full([BLOCK_X, BLOCK_R], float("-inf"), tl.float32)
+    at = tl.zeros([BLOCK_X, BLOCK_R], tl.int32)
+    total = tl.zeros([BLOCK_X, BLOCK_R], tl.float32)
     for v0 in range(0, size, BLOCK):
-        v = v0 + lane
-        p_in = v < tl.minimum(size, target_width)
-        q_in = v < tl.minimum(size, draft_width)
-        lp = tl.load(p_row + v, mask=p_in, other=float("-inf")).to(tl.float32)
-        lq = tl.load(q_row + v, mask=q_in, other=float("-inf")).to(tl.float32)
-        # explicit fma on both sides: equal logits then give bit-equal probabilities
-        lp = tl.math.fma(lp, factor, -p_lse)
-        lq = tl.math.fma(lq, draft_factor, -q_lse)
-        p = tl.exp2(lp)
+        v = v0 + v_block
+        ok = v[None, :, :] < x_width[:, None, None]
+        x = tl.load(x_base[:, None, None] + v[None, :, :], mask=ok, other=float("-inf")).to(tl.float32)
+        if CUT:
+            x = tl.where((v < size)[None, :, :], x, float("-inf"))
+        high = tl.max(x, 2)
+        new = tl.maximum(best, high)
+        at = tl.where(high > best, v0, at)
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        f = tl.broadcast_to(x_factor[:, None], safe.shape)
+        scaled = safe * f
+        e = tl.exp2(
+            tl.math.fma(x, tl.broadcast_to(f[:, :, None], x.shape), tl.broadcast_to(-scaled[:, :, None], x.shape))
+        )
+        total = total * tl.exp2(best * f - scaled) + tl.sum(e, 2)
+        best = new
+    top = tl.max(best, 1)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(total * tl.exp2((best - safe[:, None]) * x_factor[:, None]), 1)
+    x_lse = safe * x_factor + tl.log2(total)
+    # the lowest id of the maximum: the first run of lanes that holds it, then within that run
+    run = tl.where(best == top[:, None], at + tl.arange(0, BLOCK_R)[None, :] * LANES, FAR)
+    run = tl.min(run, 1)
+    near = run[:, None] + tl.arange(0, LANES)[None, :]
+    candidates = tl.load(x_base[:, None] + near, mask=near < x_width[:, None], other=float("-inf")).to(tl.float32)
+    x_id = tl.min(tl.where(candidates == top[:, None], near, FAR), 1)
+    q_lse = tl.sum(tl.where(x_row == 0, x_lse, 0.0), 0)
+    q_id = tl.sum(tl.where(x_row == 0, x_id, 0), 0)
+    b_lse = tl.sum(tl.where(x_row == 1, x_lse, 0.0), 0)
+    b_id = tl.sum(tl.where(x_row == 1, x_id, 0), 0)
+    # second walk: arms only
+    arm = tl.arange(0, BLOCK_A)
+    mine = x_row[None, :] == arm[:, None] + 1
+    p_lse = tl.sum(tl.where(mine, x_lse[None, :], 0.0), 1)
+    p_id = tl.sum(tl.where(mine, x_id[None, :], 0), 1)
+    p_base = base + arm.to(tl.int64) * target_arm
+    a_width = tl.where(arm < ARMS, p_width, 0)
+    gap = tl.zeros([BLOCK_A, BLOCK_R], tl.float32)
+    strict = tl.zeros([BLOCK_A, BLOCK_R], tl.float32)
+    entropy = tl.zeros([BLOCK_A, BLOCK_R], tl.float32)
+    kl = tl.zeros([BLOCK_A, BLOCK_R], tl.float32)
+    q_entropy = tl.zeros([BLOCK_R], tl.float32)
+    for i in range(tl.cdiv(size, BLOCK) - 1, -1, -1):
+        v = i * BLOCK + v_block
+        lq = _scaled(q_row, v, q_width, draft_factor, q_lse)
+        if CUT:
+            lq = tl.where(v < size, lq, float("-inf"))
         q = tl.exp2(lq)
-        gap += tl.abs(p - q)
-        strict += p * q
-        p_entropy += tl.where(p > 0.0, p * lp, 0.0)
-        q_entropy += tl.where(q > 0.0, q * lq, 0.0)
-        if arm > 0:
-            lb = tl.load(base_row + v, mask=p_in, other=float("-inf")).to(tl.float32)
-            lb = tl.math.fma(lb, factor, -b_lse)
+        # 0 log 0 = 0: the floor keeps the product from being NaN
+        q_entropy += tl.sum(q * tl.maximum(lq, -1e30), 1)
+        lp = _scaled(p_base[:, None, None], v[None, :, :], a_width[:, None, None], factor, p_lse[:, None, None])
+        if CUT:
+            lp = tl.where((v < size)[None, :, :], lp, float("-inf"))
+        p = tl.exp2(lp)
+        gap += tl.sum(tl.abs(p - q[None, :, :]), 2)
+        strict += tl.sum(p * q[None, :, :], 2)
+        entropy += tl.sum(p * tl.maximum(lp, -1e30), 2)
+        if ARMS > 1:
+            lb = _scaled(base, v, p_width, factor, b_lse)[None, :, :]
+            if CUT:
+                lb = tl.where((v < size)[None, :, :], lb, float("-inf"))
             b = tl.exp2(lb)
-            kl += tl.where(b > 0.0, b * (lb - lp), 0.0)
+            kl += tl.sum(tl.where(b > 0.0, b * (lb - lp), 0.0), 2)
     token = tl.load(tokens + n)
+    live = arm < ARMS
     place = out + (arm.to(tl.int64) * rows + n) * COLUMNS
-    tl.store(place + 0, _log2_prob(p_row, token, target_width, factor, p_lse) * LN2)
-    tl.store(place + 1, _log2_prob(q_row, token, draft_width, draft_factor, q_lse) * LN2)
-    tl.store(place + 2, 1.0 - 0.5 * tl.sum(gap, 0))
-    tl.store(place + 3, tl.exp2(_log2_prob(p_row, q_id, target_width, factor, p_lse)))
-    tl.store(place + 4, tl.sum(strict, 0))
-    tl.store(place + 5, tl.sum(kl, 0) * LN2)
-    tl.store(place + 6, -tl.sum(p_entropy, 0) * LN2)
-    tl.store(place + 7, -tl.sum(q_entropy, 0) * LN2)
+    lq_token = _scaled(q_row, token, q_width, draft_factor, q_lse)
+    tl.store(place + 0, _scaled(p_base, token, a_width, factor, p_lse) * LN2, mask=live)
+    tl.store(place + 1, tl.broadcast_to(lq_token * LN2, [BLOCK_A]), mask=live)
+    tl.store(place + 2, 1.0 - 0.5 * tl.sum(gap, 1), mask=live)
+    tl.store(place + 3, tl.exp2(_scaled(p_base, q_id, a_width, factor, p_lse)), mask=live)
+    tl.store(place + 4, tl.sum(strict, 1), mask=live)
+    tl.store(place + 5, tl.where(arm == 0, 0.0, tl.sum(kl, 1)) * LN2, mask=live)
+    tl.store(place + 6, -tl.sum(entropy, 1) * LN2, mask=live)
+    tl.store(place + 7, tl.broadcast_to(-tl.sum(q_entropy, 0) * LN2, [BLOCK_A]), mask=live)
     if HAS_DRAFTED:
         d = tl.load(drafted + n)
-        ratio = _log2_prob(p_row, d, target_width, factor, p_lse) - _log2_prob(
-            q_row, d, draft_width, draft_factor, q_lse
-        )
-        tl.store(place + 8, tl.exp2(tl.minimum(ratio, 0.0)))
+        ratio = _scaled(p_base, d, a_width, factor, p_lse) - _scaled(q_row, d, q_width, draft_factor, q_lse)
+        tl.store(place + 8, tl.exp2(tl.minimum(ratio, 0.0)), mask=live)
     ids = top1 + (arm.to(tl.int64) * rows + n) * 3
-    tl.store(ids + 0, p_id)
-    tl.store(ids + 1, q_id)
-    tl.store(ids + 2, b_id)
-
-
-@triton.jit
-def _log2_prob(row, token, width, factor, lse):
-    x = tl.load(row + token, mask=token < width, other=float("-inf")).to(tl.float32)
-    return tl.math.fma(x, factor, -lse)
+    tl.store(ids + 0, p_id, mask=live)
+    tl.store(ids + 1, tl.broadcast_to(q_id, [BLOCK_A]), mask=live)
+    tl.store(ids + 2, tl.broadcast_to(b_id, [BLOCK_A]), mask=live)
 
 
 @dataclass
@@ -155,6 +178,7 @@ def acceptance(
     drafted: torch.Tensor | None = None,
     size: int | None = None,
     draft_temperature: float | None = None,
+    tuning: dict | None = None,
 ) -> Acceptance:
     """Acceptance figures of every arm.
 
@@ -172,12 +196,18 @@ def acceptance(
     arms, rows, width = target_logits.shape
     out = torch.empty((arms, rows, COLUMNS.value), dtype=torch.float32, device=target_logits.device)
     top1 = torch.empty((arms, rows, 3), dtype=torch.int32, device=target_logits.device)
+    if draft_logits.dtype != target_logits.dtype:
+        wider = torch.promote_types(draft_logits.dtype, target_logits.dtype)
+        target_logits, draft_logits = target_logits.to(wider), draft_logits.to(wider)
     log2e = 1.4426950408889634
-    _acceptance_kernel[(rows, arms)](
+    chosen = {"block": 2048, "warps": 8} | (tuning or {})
+    _acceptance_kernel[(rows,)](
         target_logits, target_logits.stride(0), target_logits.stride(1), draft_logits, draft_logits.stride(0), tokens,
         tokens if drafted is None else drafted, out, top1, rows, size, width, draft_logits.shape[1],
         log2e / (temperature or 1.0), log2e / (draft_temperature or 1.0),
-        BLOCK=min(4096, triton.next_power_of_2(size)), HAS_DRAFTED=drafted is not None, num_warps=8,
+        ARMS=arms, BLOCK_A=triton.next_power_of_2(arms), BLOCK_X=triton.next_power_of_2(arms + 1),
+        BLOCK_R=min(chosen["block"], max(256, triton.next_power_of_2(size))) // LANES.value,
+        CUT=max(width, draft_logits.shape[1]) > size, HAS_DRAFTED=drafted is not None, num_warps=chosen["warps"],
     )  # fmt: skip
     return _finish(out, top1, tokens, drafted, temperature == 0, draft_temperature == 0)
 

@@ -1,63 +1,73 @@
-"""Attention over a quantized, paged KV cache: a few queries over long contexts (verify) or long chunks (replay).
+"""Attention of a few new tokens per sequence over long, quantized pages (decoding and verification).
 
 Dequantization happens inside: K's per-token scale multiplies the scores, V's the probabilities, static scales go into the
 query and the output. 8-bit codes are exact in fp16, so those formats compute in fp16: the query, with K's static scale
-folded in, is divided by its row's largest magnitude, and probabilities are carried relative to the largest V scale seen.
-BF16 pages compute in bf16. Sums are float32.
+folded in, is divided by its row's largest magnitude, and probabilities are carried relative to a power of two above the
+largest V scale seen. BF16 pages compute in bf16. Sums are float32.
 
-The sequence is cut into chunks of a fixed number of tokens, each handled by its own program, and merged by log-sum-exp.
-The chunk depends on a row's length alone, so results do not depend on what shares its batch.
+A sequence is cut into chunks of a fixed number of tokens, each handled by its own program, and merged by log-sum-exp in
+order: results depend on a row's own tokens, never on what shares its batch. On GPUs from compute capability 9.0 with nvcc
+at hand the chunks run in CUDA C++ (verify.cu), elsewhere in the Triton kernel here.
 """
+
+import logging
 
 import torch
 import triton
 import triton.language as tl
 
-from specq_kernels.codec import BF16, INTERPRETED, decode
+from specq_kernels import verify_cuda
+from specq_kernels.codec import BF16, INTERPRETED, decode, emulated
 from specq_kernels.layout import PagedKV
 from specq_kernels.store import CHANNEL, TENSOR, TOKEN_HEAD, TOKEN_HEAD_ASYM, check_head_dim, raw_view
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_GROUP, MAX_QUERIES = 16, 17
+CHUNKS = (2048, 1024, 512, 256)  # tokens of one program: the first by default
+_log = logging.getLogger("specq_kernels")
+_said: set[str] = set()
+
+
+@triton.jit
+def power_of_two_above(x):
+    """The smallest power of two that is at least x (x >= 0; 0 stays 0): dividing by it changes no bit of a mantissa."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _attention_kernel(
     q_ptr, q_batch, q_token, q_head, k_pages, v_pages, k_scales, v_scales, k_lows, v_lows, k_static, v_static,
-    table, table_row, context_lens, query_lens, sinks, out_ptr, part_ptr, lse_ptr, rows_total, max_queries, heads, kv_heads,
-    scale, window, softcap,
+    table, table_row, context_lens, query_lens, part_ptr, lse_ptr, rows_total, max_queries, heads, kv_heads,
+    scale, window, softcap, chunk_tokens,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr, CODE: tl.constexpr, K_KIND: tl.constexpr,
-    V_KIND: tl.constexpr, HAS_SINKS: tl.constexpr, TYPE: tl.constexpr, SWAP: tl.constexpr, M_TILES: tl.constexpr,
+    PAGE: tl.constexpr, CODE: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, TYPE: tl.constexpr,
+    M_TILES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M (query, head) rows of one sequence and KV head, over one chunk of its tokens."""
-    tile = tl.program_id(2)
+    m_tile = tl.program_id(0) % M_TILES
+    chunk = tl.program_id(0) // M_TILES
     batch = tl.program_id(1) // kv_heads
     kv_head = tl.program_id(1) % kv_heads
-    m_tile = tile % M_TILES
-    chunk = tile // M_TILES
     context = tl.load(context_lens + batch)
     queries = tl.load(query_lens + batch)
     rows = queries * GROUP
     first = m_tile * BLOCK_M
-    if SPLIT:
-        start = chunk * CHUNK
-        stop = tl.minimum(context, start + CHUNK)
-    else:
-        start = 0
-        stop = context
+    start = chunk * chunk_tokens
     # causal bound of this tile's last row, and the window's start for its first row
     last_query = tl.minimum(first + BLOCK_M - 1, rows - 1) // GROUP
-    stop = tl.minimum(stop, context - queries + last_query + 1)
+    end = context - queries + last_query + 1
+    reached = (first < rows) & (start < end)
+    stop = tl.minimum(end, start + chunk_tokens)
     if window > 0:
         low = context - queries + first // GROUP - window + 1
         start = tl.maximum(start, (tl.maximum(low, 0) // BLOCK_N) * BLOCK_N)
-    r = first + tl.arange(0, BLOCK_M)
-    live = r < rows
-    d = tl.arange(0, BLOCK_D)
-    head = kv_head * GROUP + r % GROUP
-    out_row = (batch * max_queries + r // GROUP) * heads + head
-    if (first < rows) & ((start < stop) | (not SPLIT)):
+    if reached:
+        r = first + tl.arange(0, BLOCK_M)
+        live = r < rows
+        d = tl.arange(0, BLOCK_D)
+        head = kv_head * GROUP + r % GROUP
+        out_row = (batch * max_queries + r // GROUP) * heads + head
         q_at = (
             q_ptr + batch.to(tl.int64) * q_batch + (r // GROUP)[:, None].to(tl.int64) * q_token + head[:, None] * q_head
         )
@@ -77,89 +87,62 @@ def _attention_kernel(
         total = tl.zeros([BLOCK_M], tl.float32)
         shift = tl.zeros([BLOCK_M], tl.float32)  # sum of p times V's row minimum (asymmetric format)
         v_unit = 0.0
-        if SWAP:
-            q = tl.trans(q)
-            acc = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
-        else:
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for n0 in range(start, stop, BLOCK_N):
             n = n0 + tl.arange(0, BLOCK_N)
             ok = n < stop
             page = tl.load(table + batch * table_row + n // PAGE, mask=ok, other=0).to(tl.int64)
             slot = (page * kv_heads + kv_head) * PAGE + n % PAGE
             inside = ok[:, None] & (d < D)[None, :]
-            k = decode(tl.load(k_pages + slot[:, None] * D + d[None, :], mask=inside, other=0), CODE, TYPE)
-            if SWAP:
-                s = tl.dot(k, q) * unit[None, :]
-            else:
-                s = tl.dot(q, tl.trans(k)) * unit[:, None]
+            k = decode(tl.load(k_pages + slot[:, None] * D + d[None, :], mask=inside, other=0), CODE, TYPE, BITS)
+            s = tl.dot(q, tl.trans(k)) * unit[:, None]
             if K_KIND == TOKEN_HEAD or K_KIND == TOKEN_HEAD_ASYM:
-                ks = tl.load(k_scales + slot, mask=ok, other=0.0)
-                s = s * (ks[:, None] if SWAP else ks[None, :])
+                s = s * tl.load(k_scales + slot, mask=ok, other=0.0)[None, :]
             if K_KIND == TOKEN_HEAD_ASYM:
-                kl = tl.load(k_lows + slot, mask=ok, other=0.0)
-                if SWAP:
-                    s = s + kl[:, None] * (q_sum * scale)[None, :]
-                else:
-                    s = s + (q_sum * scale)[:, None] * kl[None, :]
+                s = s + (q_sum * scale)[:, None] * tl.load(k_lows + slot, mask=ok, other=0.0)[None, :]
             if softcap > 0:
-                # tanh(x) = 1 - 2 / (exp(2x) + 1), which saturates without overflow
-                s = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / softcap)) + 1.0))
+                s = cap(s, softcap)
             s = s * LOG2E
-            if SWAP:
-                seen = (n[:, None] <= at[None, :]) & ok[:, None]
-                if window > 0:
-                    seen = seen & (n[:, None] > at[None, :] - window)
-            else:
-                seen = (n[None, :] <= at[:, None]) & ok[None, :]
-                if window > 0:
-                    seen = seen & (n[None, :] > at[:, None] - window)
+            seen = (n[None, :] <= at[:, None]) & ok[None, :]
+            if window > 0:
+                seen = seen & (n[None, :] > at[:, None] - window)
             s = tl.where(seen, s, float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, 0 if SWAP else 1))
+            m_new = tl.maximum(m, tl.max(s, 1))
             safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-            p = tl.exp2(s - (safe[None, :] if SWAP else safe[:, None]))
+            p = tl.exp2(s - safe[:, None])
             alpha = tl.exp2(m - safe)
-            total = total * alpha + tl.sum(p, 0 if SWAP else 1)
+            total = total * alpha + tl.sum(p, 1)
             m = m_new
-            v = decode(tl.load(v_pages + slot[:, None] * D + d[None, :], mask=inside, other=0), CODE, TYPE)
+            v = decode(tl.load(v_pages + slot[:, None] * D + d[None, :], mask=inside, other=0), CODE, TYPE, BITS)
             if V_KIND == TOKEN_HEAD_ASYM:
                 vl = tl.load(v_lows + slot, mask=ok, other=0.0)
-                shift = shift * alpha + tl.sum(p * (vl[:, None] if SWAP else vl[None, :]), 0 if SWAP else 1)
+                shift = shift * alpha + tl.sum(p * vl[None, :], 1)
             if V_KIND == TOKEN_HEAD or V_KIND == TOKEN_HEAD_ASYM:
                 vs = tl.load(v_scales + slot, mask=ok, other=0.0)
-                larger = tl.maximum(v_unit, tl.max(vs, 0))
+                larger = tl.maximum(v_unit, power_of_two_above(tl.max(vs, 0)))
                 alpha = alpha * tl.where(larger > 0.0, v_unit / larger, 0.0)
                 vs = tl.where(larger > 0.0, vs / larger, 0.0)
                 v_unit = larger
-                p = p * (vs[:, None] if SWAP else vs[None, :])
-            if SWAP:
-                acc = acc * alpha[None, :]
-                acc = tl.dot(tl.trans(v), p.to(TYPE), acc)
-            else:
-                acc = acc * alpha[:, None]
-                acc = tl.dot(p.to(TYPE), v, acc)
-        if SWAP:
-            acc = tl.trans(acc)
+                p = p * vs[None, :]
+            acc = acc * alpha[:, None]
+            acc = tl.dot(p.to(TYPE), v, acc)
         if V_KIND == TOKEN_HEAD or V_KIND == TOKEN_HEAD_ASYM:
             acc = acc * v_unit
         if V_KIND == TOKEN_HEAD_ASYM:
             acc = acc + shift[:, None]
         if V_KIND == TENSOR or V_KIND == CHANNEL:
             acc = acc * tl.load(v_static + kv_head * D + d, mask=d < D, other=0.0)[None, :]
-        write = live[:, None] & (d < D)[None, :]
-        if SPLIT:
-            acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-            lse = tl.where(total > 0.0, m + tl.log2(total), float("-inf"))
-            place = chunk.to(tl.int64) * rows_total + out_row
-            tl.store(part_ptr + place[:, None] * D + d[None, :], acc, mask=write)
-            tl.store(lse_ptr + place, lse, mask=live)
-        else:
-            if HAS_SINKS:
-                sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2E
-                safe = tl.where(m == float("-inf"), 0.0, m)
-                total = total + tl.exp2(sink - safe)
-            acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-            tl.store(out_ptr + out_row[:, None].to(tl.int64) * D + d[None, :], acc, mask=write)
+        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        lse = tl.where(total > 0.0, m + tl.log2(total), float("-inf"))
+        place = chunk.to(tl.int64) * rows_total + out_row
+        tl.store(part_ptr + place[:, None] * D + d[None, :], acc, mask=live[:, None] & (d < D)[None, :])
+        tl.store(lse_ptr + place, lse, mask=live)
+
+
+@triton.jit
+def cap(s, softcap):
+    """softcap * tanh(s / softcap), by tanh(x) = 1 - 2 / (exp(2x) + 1), which saturates without overflow."""
+    return softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / softcap)) + 1.0))
 
 
 @triton.jit
@@ -189,18 +172,14 @@ def _merge_kernel(
         if HAS_SINKS:
             total = total + tl.exp2(sink - top)
         place = (c.to(tl.int64) * rows_total + row)[:, None] * D + d[None, :]
-        # a chunk outside a row's window wrote nothing: its weight is 0 and its memory is not read
+        # a chunk outside a row's window has the weight 0 and is not read
         parts = tl.load(part_ptr + place, mask=(weight > 0.0)[:, None] & (d < D)[None, :], other=0.0)
         out = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0.0, total, 1.0)
         tl.store(out_ptr + row.to(tl.int64) * D + d, out, mask=d < D)
 
 
-def split_chunk(max_context: int) -> int:
-    """Tokens per chunk: a sixteenth of the context as a power of two, between 256 and 2048."""
-    return min(2048, max(256, triton.next_power_of_2(triton.cdiv(max_context, 16))))
-
-
-def _check(query: torch.Tensor, cache: PagedKV, context_lens: torch.Tensor) -> int:
+def check_shapes(query: torch.Tensor, cache: PagedKV) -> int:
+    """Query heads per KV head. Raises ValueError for heads or a head_dim that do not fit the cache."""
     heads, dim = query.shape[2:]
     kv_heads = cache.k.shape[1]
     check_head_dim(dim)
@@ -213,39 +192,53 @@ def _check(query: torch.Tensor, cache: PagedKV, context_lens: torch.Tensor) -> i
     return heads // kv_heads
 
 
-def _launch(
+def verify_backend(device: torch.device, dim: int) -> str:
+    """`cuda` or `triton`: what `verify_attention` runs through on this device; a reason for Triton is logged once."""
+    why = verify_cuda.why_not(device, dim)
+    if why and not INTERPRETED and why not in _said:
+        _said.add(why)
+        _log.info("verify attention runs in Triton: %s", why)
+    return "triton" if why else "cuda"
+
+
+def filling_chunk(kv_heads: int, max_context: int, device: torch.device) -> int:
+    """Largest chunk that gives every multiprocessor one and a half of these KV heads' chunks; the smallest if none does."""
+    if device.type != "cuda":
+        return CHUNKS[-1]
+    wanted = 1.5 * torch.cuda.get_device_properties(device).multi_processor_count
+    return next((c for c in CHUNKS if kv_heads * triton.cdiv(max_context, c) >= wanted), CHUNKS[-1])
+
+
+def _triton_parts(
     query: torch.Tensor, cache: PagedKV, block_table: torch.Tensor, context_lens: torch.Tensor, query_lens: torch.Tensor,
-    scale: float, window: int, softcap: float, sinks: torch.Tensor | None, max_context: int, chunk: int | None,
-    block_m: int, block_n: int, swap: bool, warps: int, stages: int,
-) -> torch.Tensor:  # fmt: skip
-    group = _check(query, cache, context_lens)
+    max_context: int, scale: float, window: int, softcap: float, chunk: int, tuning: dict,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:  # fmt: skip
+    """What `verify_cuda.verify` returns, by the Triton kernel."""
     batch, max_queries, heads, dim = query.shape
     kv_heads, spec = cache.k.shape[1], cache.spec
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    m_tiles = triton.cdiv(max_queries * group, block_m)
-    chunks = 1 if chunk is None else triton.cdiv(max_context, chunk)
-    split = chunks > 1
-    rows = batch * max_queries * heads
-    part = torch.empty((chunks, rows, dim) if split else (0,), dtype=torch.float32, device=query.device)
-    lse = torch.full((chunks, rows) if split else (0,), float("-inf"), dtype=torch.float32, device=query.device)
+    group, rows = heads // kv_heads, batch * max_queries * heads
+    # fastest of a sweep on an H200 at head_dim 128; wider heads need smaller blocks to fit shared memory
+    wide = dim > 128
+    chosen = {
+        "block_m": min(64, max(16, triton.next_power_of_2(max_queries * group))),
+        "block_n": 64 if wide else 128,
+        "warps": 4,
+        "stages": 2 if wide else 3,
+    } | tuning
+    chunks, m_tiles = triton.cdiv(max_context, chunk), triton.cdiv(max_queries * group, chosen["block_m"])
+    part = torch.empty(chunks, rows, dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(chunks, rows, dtype=torch.float32, device=query.device)
     kind = tl.float32 if INTERPRETED else (tl.bfloat16 if spec.name == "bf16" else tl.float16)
-    block_d = triton.next_power_of_2(dim)
-    none = query  # any valid pointer where there are no sinks
-    _attention_kernel[(1, batch * kv_heads, m_tiles * chunks)](
+    _attention_kernel[(m_tiles * chunks, batch * kv_heads)](
         query, *query.stride()[:3], raw_view(cache.k), raw_view(cache.v), cache.k_scale, cache.v_scale, cache.k_low,
         cache.v_low, cache.k_static, cache.v_static, block_table, block_table.stride(0), context_lens, query_lens,
-        none if sinks is None else sinks, out, part, lse, rows, max_queries, heads, kv_heads, scale, window, softcap,
-        GROUP=group, D=dim, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, CHUNK=chunk or 0, SPLIT=split,
-        PAGE=cache.page_size, CODE=spec.code, K_KIND=spec.k_scale, V_KIND=spec.v_scale, HAS_SINKS=sinks is not None,
-        TYPE=kind, SWAP=swap, M_TILES=m_tiles, num_warps=warps, num_stages=stages,
+        part, lse, rows, max_queries, heads, kv_heads, scale, window, softcap, chunk,
+        GROUP=group, D=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_M=chosen["block_m"], BLOCK_N=chosen["block_n"],
+        PAGE=cache.page_size, CODE=spec.code, K_KIND=spec.k_scale, V_KIND=spec.v_scale, TYPE=kind, M_TILES=m_tiles,
+        BITS=emulated(query.device),
+        num_warps=chosen["warps"], num_stages=chosen["stages"],
     )  # fmt: skip
-    if split:
-        _merge_kernel[(rows,)](
-            part, lse, out, context_lens, query_lens, none if sinks is None else sinks, rows, max_queries, heads, chunk,
-            D=dim, BLOCK_D=block_d, BLOCK_S=triton.next_power_of_2(chunks), GROUP=group, HAS_SINKS=sinks is not None,
-            num_warps=4,
-        )  # fmt: skip
-    return out
+    return torch.empty_like(query, memory_format=torch.contiguous_format), part, lse, chunk
 
 
 def verify_attention(
@@ -259,6 +252,8 @@ def verify_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    fill: bool = False,
+    backend: str | None = None,
     chunk: int | None = None,
     tuning: dict | None = None,
 ) -> torch.Tensor:
@@ -273,46 +268,30 @@ def verify_attention(
         max_context: largest context (an int: no device synchronisation).
         scale: softmax scale, head_dim ** -0.5 by default. window: sliding window in tokens, 0 for none.
         softcap: soft cap of the scores, 0 for none. sinks: float `[heads]`, one extra logit per head.
-        chunk: tokens per program; default `split_chunk(max_context)`.
+        fill: cut the sequences finer where the batch is too small to fill the GPU: faster there, but results then depend
+            (in rounding) on the size of the batch.
+        backend: `cuda` or `triton`; default `verify_backend`. chunk, tuning: tokens per program and launch options of
+            the backend, for tests and the benchmark.
 
     Returns `[batch, queries, heads, head_dim]` in the query's dtype. Raises ValueError for shapes out of range.
     """
     if not 1 <= query.shape[1] <= MAX_QUERIES:
         raise ValueError(f"{query.shape[1]} queries per sequence; verify_attention takes 1 to {MAX_QUERIES}")
-    group = _check(query, cache, context_lens)
-    rows = query.shape[1] * group
-    # fastest of a sweep on an H200 at head_dim 128; wider heads need smaller blocks to fit shared memory
-    wide = query.shape[3] > 128
-    chosen = {
-        "block_m": min(64, max(16, triton.next_power_of_2(rows))),
-        "block_n": 64 if wide else 128,
-        "swap": False,
-        "warps": 4,
-        "stages": 2 if wide else 3,
-    }
-    chosen |= tuning or {}
-    return _launch(
-        query, cache, block_table, context_lens, query_lens, scale or query.shape[3] ** -0.5, window, softcap, sinks,
-        max_context, chunk or split_chunk(max_context), **chosen,
-    )  # fmt: skip
-
-
-def replay_attention(
-    query: torch.Tensor,
-    cache: PagedKV,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    query_lens: torch.Tensor,
-    max_context: int,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    tuning: dict | None = None,
-) -> torch.Tensor:
-    """Causal attention of long query chunks over the same pages; arguments as in `verify_attention`, queries unlimited."""
-    chosen = {"block_m": 128, "block_n": 64, "swap": False, "warps": 8, "stages": 3} | (tuning or {})
-    return _launch(
-        query, cache, block_table, context_lens, query_lens, scale or query.shape[3] ** -0.5, window, softcap, sinks,
-        max_context, None, **chosen,
-    )  # fmt: skip
+    group = check_shapes(query, cache)
+    batch, max_queries, heads, dim = query.shape
+    if chunk is None:
+        heads_of_kv = batch * cache.k.shape[1]
+        chunk = filling_chunk(heads_of_kv, max_context, query.device) if fill else CHUNKS[0]
+    common = (query, cache, block_table, context_lens, query_lens, max_context, scale or dim**-0.5, window, softcap)
+    if (backend or verify_backend(query.device, dim)) == "cuda":
+        out, part, lse, span = verify_cuda.verify(*common, chunk, partial=sinks is not None, **(tuning or {}))
+    else:
+        out, part, lse, span = _triton_parts(*common, chunk, tuning or {})
+    if part is not None:
+        rows = batch * max_queries * heads
+        _merge_kernel[(rows,)](
+            part, lse, out, context_lens, query_lens, query if sinks is None else sinks, rows, max_queries, heads, span,
+            D=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_S=triton.next_power_of_2(len(part)), GROUP=group,
+            HAS_SINKS=sinks is not None, num_warps=1,
+        )  # fmt: skip
+    return out

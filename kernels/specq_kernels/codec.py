@@ -6,10 +6,20 @@ BITS the codes are built from the float's bits instead; the GPU tests show both 
 
 import os
 
+import torch
 import triton
 import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def emulated(device: torch.device) -> bool:
+    """Whether codes are built and read by integer bits on this device: in the interpreter, and on GPUs older than compute
+    capability 8.9, which do not know e4m3. The numbers are the same."""
+    if INTERPRETED or device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device) < (8, 9)
+
 
 BF16 = tl.constexpr(0)
 E4M3 = tl.constexpr(1)
@@ -57,17 +67,18 @@ def encode_raw(x, CODE: tl.constexpr, BITS: tl.constexpr):
             nan = (b & 0x7FFFFFFF) > 0x7F800000
             r = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
             return tl.where(nan, 0x7FC0, r).to(tl.uint16).to(tl.int16, bitcast=True)
-        return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+        else:
+            return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
     elif CODE == E4M3:
         if BITS:
             return _round_float(x, 3, 7, 448.0, 0x7F)
-        clamped = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-        return clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # the hardware's conversion saturates
     elif CODE == E5M2:
         if BITS:
             return _round_float(x, 2, 15, 57344.0, 0x7F)
-        clamped = tl.clamp(x, -57344.0, 57344.0, propagate_nan=tl.PropagateNan.ALL)
-        return clamped.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        else:
+            return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
     elif CODE == INT8:
         return (_round_integer(x, -127.0, 127.0) & 0xFF).to(tl.uint8)
     else:
@@ -75,14 +86,23 @@ def encode_raw(x, CODE: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def decode(raw, CODE: tl.constexpr, TYPE: tl.constexpr):
+def decode(raw, CODE: tl.constexpr, TYPE: tl.constexpr, BITS: tl.constexpr):
     """Raw storage -> values in TYPE, exactly; the scale is applied by the caller."""
     if CODE == BF16:
         return raw.to(tl.bfloat16, bitcast=True).to(TYPE)
     elif CODE == E4M3:
-        return raw.to(tl.float8e4nv, bitcast=True).to(TYPE)
+        if BITS:
+            # sign, exponent and mantissa as fp16's, whose exponent bias is 8 larger
+            x = raw.to(tl.uint16)
+            half = ((x & 0x80) << 8 | (x & 0x7F) << 7).to(tl.float16, bitcast=True)
+            return tl.where((x & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0).to(TYPE)
+        else:
+            return raw.to(tl.float8e4nv, bitcast=True).to(TYPE)
     elif CODE == E5M2:
-        return raw.to(tl.float8e5, bitcast=True).to(TYPE)
+        if BITS:
+            return (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(TYPE)
+        else:
+            return raw.to(tl.float8e5, bitcast=True).to(TYPE)
     elif CODE == INT8:
         return raw.to(tl.int8, bitcast=True).to(TYPE)
     else:

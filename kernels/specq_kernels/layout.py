@@ -64,7 +64,8 @@ class PagedKV:
     k, v: `[pages, kv_heads, page_size, head_dim]` in the format's dtype.
     k_scale, v_scale: float32 `[pages, kv_heads, page_size]` per token and head (zero elements otherwise).
     k_low, v_low: float32, likewise, the row minima of the asymmetric format.
-    k_static, v_static: float32, `[kv_heads, head_dim]`, static scales (per tensor and per head are broadcast to it).
+    k_static, v_static: float32, `[kv_heads, head_dim]`, static scales (per tensor and per head
+        are broadcast to it, and must not differ along head_dim).
     """
 
     spec: FormatSpec

@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from specq_kernels.codec import INTERPRETED, encode_raw
+from specq_kernels import store_cuda
+from specq_kernels.codec import emulated, encode_raw
 from specq_kernels.layout import PagedKV
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
@@ -89,13 +90,20 @@ def check_head_dim(head_dim: int) -> None:
         raise ValueError(f"head_dim {head_dim} is not supported; supported are {', '.join(map(str, HEAD_DIMS))}")
 
 
-def store_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKV, slots: torch.Tensor, bits: bool = INTERPRETED) -> None:
+def store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: PagedKV,
+    slots: torch.Tensor,
+    bits: bool | None = None,
+) -> None:
     """Quantize `k` and `v` and write them into `cache`.
 
     Args:
         k, v: `[tokens, kv_heads, head_dim]`, bf16, fp16 or float32, any strides.
         slots: int64 `[tokens]`, page * page_size + position for each token; negative ones are skipped.
-        bits: encode by integer bits instead of the hardware's conversions (same codes; the interpreter needs it).
+        bits: run the Triton kernel and encode by integer bits (True, see `codec.emulated`) or by the hardware's
+            conversions (False). Default: the CUDA C++ kernel where it fits. All give the same codes.
 
     Raises ValueError for shapes that do not fit the cache or an unsupported head_dim.
     """
@@ -106,7 +114,11 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKV, slots: torch.Tens
     if tokens == 0:
         return
     spec, block_d = cache.spec, triton.next_power_of_2(dim)
-    block_t = max(1, min(16, 2048 // block_d))
+    if bits is None and store_cuda.takes(k, v, spec):
+        store_cuda.store(k, v, cache, slots)
+        return
+    bits = emulated(k.device) if bits is None else bits
+    block_t = max(1, 2048 // block_d)
     _store_kernel[(triton.cdiv(tokens, block_t), heads, 2)](
         k, v, *k.stride(), *v.stride(), slots,
         raw_view(cache.k), raw_view(cache.v), cache.k_scale, cache.v_scale, cache.k_low, cache.v_low,

@@ -30,6 +30,40 @@ class CostModel(Protocol):
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """Another cost model with the draft's step times multiplied: a what-if."""
+
+    cost: CostModel
+    draft: float
+
+    @property
+    def source(self) -> str:
+        """Where the step times come from."""
+        return self.cost.source
+
+    @property
+    def details(self) -> dict:
+        """The other model's, and the factor."""
+        return self.cost.details | {"draft_factor": self.draft}
+
+    @property
+    def fixed(self) -> float:
+        """Seconds per cycle beside the steps."""
+        return self.cost.fixed
+
+    def step_time(self, kind: Kind, batch: int, context: int, new_tokens: int, kv_format: str) -> float:
+        """Seconds."""
+        return self._factor(kind) * self.cost.step_time(kind, batch, context, new_tokens, kv_format)
+
+    def step_time_draws(self, kind: Kind, batch: int, context: int, new_tokens: int, kv_format: str) -> np.ndarray:
+        """Seconds per draw."""
+        return self._factor(kind) * self.cost.step_time_draws(kind, batch, context, new_tokens, kv_format)
+
+    def _factor(self, kind: Kind) -> float:
+        return self.draft if kind == "draft" else 1.0
+
+
+@dataclass(frozen=True)
 class Operating:
     """Where the speed is asked for: rows in the batch, cached tokens per row, KV formats of target and draft."""
 

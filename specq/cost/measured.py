@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
-from scipy.optimize import isotonic_regression
 
-from specq.config import DRAWS
 from specq.cost.base import Kind
 from specq.cost.table import TableCost, Timing
 from specq.kv import get_format
@@ -36,16 +34,14 @@ def measure(
     round_query: Callable,
     progress: Callable[[float], None] = lambda done: None,
 ) -> TableCost:
-    """Time every (kind, format, batch, context, new tokens) REPEATS times, interleaved; the table keeps medians.
+    """Time every (kind, format, batch, context, new tokens) REPEATS times, interleaved.
 
-    More new tokens never cost less: the medians are made monotone by isotonic regression. The table carries bootstrap
-    draws of the medians over repeats, so that decisions know the timing noise. `progress` counts timed steps.
+    The table keeps all repeats, so that decisions know the timing noise. `progress` counts timed steps.
     """
     cases: list[tuple[Kind, str, int]] = [("target", f, n) for f in target_formats for n in _new_token_grid(k_max)]
     cases += [("draft", f, 1) for f in draft_formats]
     models = {"target": target, "draft": draft}
-    rng = np.random.default_rng(0)
-    records, spread, resampled = [], [], []
+    records, spread = [], []
     for batch in batches:
         for context in contexts:
             ready = {}
@@ -61,20 +57,12 @@ def measure(
                     kind, name, new = case
                     seconds[case].append(_one_step(models[kind], ready[kind, name], batch, new))
                     progress(1)
-            for kind, name in ready:
-                mine = [c for c in cases if c[:2] == (kind, name)]
-                times = np.array([seconds[c][1:] for c in mine])  # [cases, REPEATS]; the first repeat warms up
-                low, middle, high = np.quantile(times, [0.25, 0.5, 0.75], axis=1)
-                spread += ((high - low) / middle).tolist()
-                picks = rng.integers(0, REPEATS, (len(mine), DRAWS, REPEATS))
-                medians = np.median(np.take_along_axis(times[:, None, :], picks, axis=2), axis=2)
-                resampled.append(np.apply_along_axis(_monotone, 0, medians))
-                for case, value in zip(mine, _monotone(middle), strict=True):
-                    records.append(
-                        Timing(
-                            kind=kind, batch=batch, context=context, new_tokens=case[2], kv_format=name, seconds=value
-                        )
-                    )
+            for (kind, name, new), times in seconds.items():
+                repeats = times[1:]  # the first one warms up
+                low, middle, high = np.quantile(repeats, [0.25, 0.5, 0.75])
+                spread.append((high - low) / middle)
+                at = {"kind": kind, "batch": batch, "context": context, "new_tokens": new, "kv_format": name}
+                records.append(Timing(**at, seconds=float(middle), repeats=repeats))
     details = {
         "machine": platform.processor() or platform.machine(),
         "device": str(target.device),
@@ -84,11 +72,7 @@ def measure(
         "note": "real steps of this pair on this machine; a serving GPU differs",
         "records": [r.model_dump() for r in records],
     }
-    return TableCost(records, "measured", details, draws=np.concatenate(resampled))
-
-
-def _monotone(seconds: np.ndarray) -> np.ndarray:
-    return isotonic_regression(seconds).x
+    return TableCost(records, "measured", details)
 
 
 def _one_step(model: LoadedModel, cache: object, batch: int, new: int) -> float:

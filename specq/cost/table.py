@@ -4,16 +4,21 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from specq.config import DRAWS
 from specq.cost.base import Kind
 from specq.errors import SpecqError
 
 
 class Timing(BaseModel):
-    """One timing: seconds of one step."""
+    """One timing: seconds of one step, and the seconds of every repeat where it was timed more than once.
+
+    With repeats, the table takes their median, and decisions know the noise of the timing.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -23,6 +28,7 @@ class Timing(BaseModel):
     new_tokens: int = Field(ge=1)
     kv_format: str
     seconds: float = Field(gt=0, allow_inf_nan=False)
+    repeats: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = Field(None, min_length=2)
 
 
 class TimingFile(BaseModel):
@@ -34,41 +40,71 @@ class TimingFile(BaseModel):
     fixed: float = Field(0.0, ge=0, allow_inf_nan=False)
 
 
-class TableCost:
-    """Linear between the new_tokens of a table and flat beyond them; batch and context must be in the table.
+def monotone(seconds: np.ndarray) -> np.ndarray:
+    """The middle between the largest so far and the smallest to come, along axis 0: more new tokens never cost less.
 
-    When every record of a kind names one batch and context only, those serve all batches and contexts. `draws` holds,
-    record for record, the seconds under resampled measurements, [records, R]; without it the table is taken as exact.
+    Rising columns stay as they are; noise that makes one fall is split evenly.
+    """
+    so_far = np.maximum.accumulate(seconds, axis=0)
+    to_come = np.minimum.accumulate(seconds[::-1], axis=0)[::-1]
+    return (so_far + to_come) / 2
+
+
+class TableCost:
+    """Linear between a table's new tokens, batches and contexts; flat beyond its new tokens.
+
+    Batches and contexts beyond the table are refused. When every record of a kind and format names one batch and context
+    only, those serve all batches and contexts.
     """
 
-    def __init__(
-        self,
-        records: Sequence[Timing],
-        source: str,
-        details: dict,
-        fixed: float = 0.0,
-        draws: np.ndarray | None = None,
-    ) -> None:
+    def __init__(self, records: Sequence[Timing], source: str, details: dict, fixed: float = 0.0) -> None:
         self.source, self.details, self.fixed = source, details, fixed
-        seconds = np.array([[r.seconds] for r in records])
-        values = seconds if draws is None else np.concatenate([seconds, draws], axis=1)
-        curves: dict[tuple, list[tuple[int, np.ndarray]]] = defaultdict(list)
-        for r, row in zip(records, values, strict=True):
-            curves[(r.kind, r.kv_format, r.batch, r.context)].append((r.new_tokens, row))
-        self._curves = {}
-        for key, points in curves.items():
-            points.sort(key=lambda p: p[0])
-            self._curves[key] = np.array([n for n, _ in points]), np.stack([row for _, row in points])
+        curves: dict[tuple, list[Timing]] = defaultdict(list)
+        for r in records:
+            curves[(r.kind, r.kv_format, r.batch, r.context)].append(r)
+        self._noisy = any(r.repeats for r in records)
+        self._curves: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
+        rng = np.random.default_rng(0)
+        for key in sorted(curves):
+            points = sorted(curves[key], key=lambda r: r.new_tokens)
+            rows = [self._row_of(r, rng) for r in points]
+            values = monotone(np.stack(rows)) if any(r.repeats for r in points) else np.stack(rows)
+            self._curves[key] = np.array([r.new_tokens for r in points]), values
+
+    def _row_of(self, record: Timing, rng: np.random.Generator) -> np.ndarray:
+        """The seconds, followed by DRAWS medians of resampled repeats where anything in the table has repeats."""
+        if not record.repeats:
+            return np.full(1 + DRAWS * self._noisy, record.seconds)
+        repeats = np.array(record.repeats)
+        picks = repeats[rng.integers(0, len(repeats), (DRAWS, len(repeats)))]
+        return np.concatenate([[np.median(repeats)], np.median(picks, axis=1)])
+
+    def grid(self, kind: Kind, kv_format: str) -> list[tuple[int, int]]:
+        """The (batch, context) points that the table has for one kind and format."""
+        return [key[2:] for key in self._curves if key[:2] == (kind, kv_format)]
 
     def _row(self, kind: Kind, batch: int, context: int, new_tokens: int, kv_format: str) -> np.ndarray:
-        points = {k[2:] for k in self._curves if k[:2] == (kind, kv_format)}
-        at = next(iter(points)) if len(points) == 1 else (batch, context)
-        if at not in points:
+        points = self.grid(kind, kv_format)
+        if len(points) == 1:
+            batch, context = points[0]
+        total: np.ndarray | float = 0.0
+        corners = [
+            (b, c, wb * wc)
+            for b, wb in _bracket(batch, {b for b, _ in points})
+            for c, wc in _bracket(context, {c for _, c in points})
+        ]
+        if not corners or any((b, c) not in points for b, c, _ in corners):
             have = ", ".join(f"batch {b} context {c}" for b, c in sorted(points)) or "nothing"
             raise SpecqError(
                 f"{self.source}: no {kind} timing for {kv_format} at batch {batch}, context {context}; it has {have}"
             )
-        x, rows = self._curves[(kind, kv_format, *at)]
+        for b, c, weight in corners:
+            total = total + weight * self._at(self._curves[(kind, kv_format, b, c)], new_tokens)
+        return total
+
+    @staticmethod
+    def _at(curve: tuple[np.ndarray, np.ndarray], new_tokens: int) -> np.ndarray:
+        x, rows = curve
         position = np.interp(new_tokens, x, np.arange(len(x)))
         low = int(position)
         high = min(low + 1, len(x) - 1)
@@ -79,13 +115,25 @@ class TableCost:
         return float(self._row(kind, batch, context, new_tokens, kv_format)[0])
 
     def step_time_draws(self, kind: Kind, batch: int, context: int, new_tokens: int, kv_format: str) -> np.ndarray:
-        """Seconds per resampling of the measurements, [R]; the point value alone, [1], for an exact table."""
+        """Seconds per resampling of the measurements, [DRAWS]; the point value alone, [1], for an exact table."""
         row = self._row(kind, batch, context, new_tokens, kv_format)
         return row[1:] if len(row) > 1 else row
 
 
-def read_timings(path: str) -> TableCost:
-    """The cost model of a timings file: `{"records": [...], "fixed": s}` or a bare list of records."""
+def _bracket(x: int, have: set[int]) -> list[tuple[int, float]]:
+    """The neighbours of x among `have` with their weights for linear interpolation; nothing beyond their range."""
+    if x in have:
+        return [(x, 1.0)]
+    below, above = [h for h in have if h < x], [h for h in have if h > x]
+    if not below or not above:
+        return []
+    low, high = max(below), min(above)
+    share = (x - low) / (high - low)
+    return [(low, 1 - share), (high, share)]
+
+
+def read_records(path: str) -> tuple[list[Timing], float]:
+    """(records, fixed seconds per cycle) of a timings file: `{"records": [...], "fixed": s}` or a bare list of records."""
     from specq.kv import get_format
 
     try:
@@ -100,5 +148,10 @@ def read_timings(path: str) -> TableCost:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise SpecqError(f"timings file {path}: {where}: {first['msg']}") from None
-    records = [r.model_copy(update={"kv_format": get_format(r.kv_format).name}) for r in table.records]
-    return TableCost(records, f"file:{Path(path).name}", {"file": path, "records": len(records)}, table.fixed)
+    return [r.model_copy(update={"kv_format": get_format(r.kv_format).name}) for r in table.records], table.fixed
+
+
+def read_timings(path: str) -> TableCost:
+    """The cost model of a timings file."""
+    records, fixed = read_records(path)
+    return TableCost(records, f"file:{Path(path).name}", {"file": path, "records": len(records)}, fixed)

@@ -1,8 +1,9 @@
 """The attention function and mask that specq registers with transformers under the name "specq".
 
 Any causal LM that goes through transformers' AttentionInterface runs on our cache without model code of ours: the cache
-returns its layer as K and V, and the function below reads it. The mask arrives as transformers' own index function
-(causal, sliding window, chunked), evaluated here on each row's true positions.
+returns its layer as K and V, and the function below reads it: through the kernels where the layer lies in their pages
+(`paged`), in torch otherwise. The mask arrives as transformers' own index function (causal, sliding window, chunked),
+evaluated here on each row's true positions.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from transformers.masking_utils import causal_mask_function
 
 from specq.errors import SpecqError
 from specq.kv.cache import QuantizedLayer
+from specq.kv.paged import PagedLayer
 
 NAME = "specq"
 
@@ -24,6 +26,25 @@ class LazyMask:
     def __init__(self, function: Callable, query_length: int) -> None:
         self.function, self.query_length = function, query_length
         self._built: torch.Tensor | None = None
+        self._window: int | None = None
+
+    def window(self, size: int | None) -> int | None:
+        """Which window (0: none) makes this mask the kernels' own: causal, of the layer's `size` or of none. None where it
+        is another mask: the function is compared with both on positions around the window's edge."""
+        if self.function is causal_mask_function:
+            return 0
+        if self._window is None:
+            self._window = -1
+            for candidate in (size or 0, 0):
+                edge = candidate or 7
+                q = torch.arange(3 * edge + 2)[:: max(1, edge // 3), None]
+                k = torch.arange(3 * edge + 2)[None]
+                zero = torch.zeros_like(q)
+                expected = (k <= q) & (k > q - candidate if candidate else True)
+                if torch.equal(self.function(zero, zero, q, k).expand(expected.shape), expected):
+                    self._window = candidate
+                    break
+        return None if self._window < 0 else self._window
 
     def build(self, layer: QuantizedLayer, device: torch.device) -> torch.Tensor | None:
         """Boolean `[B or 1, 1, query, slots]`, True where attention is allowed; None for a plain causal square."""
@@ -106,10 +127,12 @@ def attention(
     """Attention of `query` [B, heads, q, D] over a quantized cache layer -> (`[B, q, heads, D]`, None)."""
     if not isinstance(key, QuantizedLayer) or not isinstance(attention_mask, LazyMask):
         raise SpecqError(f"{type(module).__name__} does not pass specq's cache and mask through to attention")
-    k, v = key.read(query.dtype)
     query = key.round_query(query)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap = softcap if softcap is not None else getattr(module, "attn_logit_softcapping", None)
+    if isinstance(key, PagedLayer) and (window := attention_mask.window(kwargs.get("sliding_window"))) is not None:
+        return key.attend(query, scaling, window, softcap, s_aux), None
+    k, v = key.read(query.dtype)
     allowed = attention_mask.build(key, query.device)
     if softcap is not None or s_aux is not None or key.rows.splits > 1:
         out = attend_in_pieces(query, k, v, allowed, scaling, softcap, s_aux, key.rows.splits)

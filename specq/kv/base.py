@@ -10,11 +10,16 @@ A format names a codec (how one scaled number becomes a code) and, for K and for
 
 Tensors are `[batch, kv_heads, tokens, head_dim]`. Static scales broadcast against that shape. The stored value is
 `code`, the value read back is `decode(code) * scale` (plus the minimum for the asymmetric kind).
+
+Importing this module does not import torch, so that sizes and names of formats are at hand at once.
 """
 
-from typing import ClassVar, Literal
+from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 Granularity = Literal["none", "tensor", "channel", "token_head", "token_head_asym"]
 STATIC: tuple[Granularity, ...] = ("tensor", "channel")
@@ -23,8 +28,16 @@ STATIC: tuple[Granularity, ...] = ("tensor", "channel")
 class Codec:
     """Rounds scaled values to codes (nearest even, saturating) and reads codes back."""
 
-    dtype: torch.dtype
+    code: str  # name of the codes' dtype in torch
+    itemsize: int
     max: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The codes' dtype."""
+        import torch
+
+        return getattr(torch, self.code)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """float32 of any shape -> codes of the same shape."""
@@ -38,11 +51,11 @@ class Codec:
 class Bfloat16(Codec):
     """Brain float: rounds to nearest even, keeps float32's range."""
 
-    dtype = torch.bfloat16
+    code, itemsize = "bfloat16", 2
     max = 3.3895313892515355e38
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(torch.bfloat16)
+        return x.to(self.dtype)
 
 
 class Float8(Codec):
@@ -51,9 +64,10 @@ class Float8(Codec):
     The clamp is explicit because the cast alone gives NaN in some PyTorch releases and saturates in others.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.max = torch.finfo(dtype).max
+    itemsize = 1
+
+    def __init__(self, code: str, largest: float) -> None:
+        self.code, self.max = code, largest
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return x.float().clamp(-self.max, self.max).to(self.dtype)
@@ -62,29 +76,35 @@ class Float8(Codec):
 class Int8(Codec):
     """Symmetric: -127..127. int8 has no NaN, so NaN becomes 0 here; the cache counts such elements and the study stops."""
 
-    dtype = torch.int8
+    code, itemsize = "int8", 1
     max = 127.0
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return x.float().round().clamp(-127, 127).nan_to_num(0.0).to(torch.int8)
+        return x.float().round().clamp(-127, 127).nan_to_num(0.0).to(self.dtype)
 
 
 class UInt8(Codec):
     """0..255, for the asymmetric format."""
 
-    dtype = torch.uint8
+    code, itemsize = "uint8", 1
     max = 255.0
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return x.float().round().clamp(0, 255).nan_to_num(0.0).to(torch.uint8)
+        return x.float().round().clamp(0, 255).nan_to_num(0.0).to(self.dtype)
 
 
-BF16, E4M3, E5M2, INT8, UINT8 = Bfloat16(), Float8(torch.float8_e4m3fn), Float8(torch.float8_e5m2), Int8(), UInt8()
+BF16, INT8, UINT8 = Bfloat16(), Int8(), UInt8()
+E4M3, E5M2 = Float8("float8_e4m3fn", 448.0), Float8("float8_e5m2", 57344.0)
 
 
 def nonzero_scale(scale: torch.Tensor) -> torch.Tensor:
     """A scale of 0 (all-zero row, channel or tensor) becomes 1: zeros read back as zeros, never 0/0. NaN stays NaN."""
-    return torch.where(scale == 0, torch.ones_like(scale), scale)
+    return scale.masked_fill(scale == 0, 1.0)
+
+
+def divide(x: torch.Tensor, number: float) -> torch.Tensor:
+    """x / number, the same bits on every device: by a plain number, a GPU multiplies by the rounded reciprocal."""
+    return x / x.new_full((), number).expand_as(x)
 
 
 class KVFormat:
@@ -120,7 +140,7 @@ class KVFormat:
     def bytes_per_token(self, kv_heads: int, head_dim: int) -> tuple[int, int]:
         """(bytes of codes, bytes of scales) that one token takes in one layer, K and V together."""
         scales = {"none": 0, "tensor": 0, "channel": 0, "token_head": 4, "token_head_asym": 8}
-        codes = 2 * kv_heads * head_dim * self.codec.dtype.itemsize
+        codes = 2 * kv_heads * head_dim * self.codec.itemsize
         return codes, kv_heads * (scales[self.k_granularity] + scales[self.v_granularity])
 
     def store(self, x: torch.Tensor, part: str, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -137,16 +157,18 @@ class KVFormat:
                 raise ValueError(f"{self.name} needs a static scale for {part}")
             return (self.codec.encode(x / scale),)
         if kind == "token_head":
-            scale = nonzero_scale(x.abs().amax(-1, keepdim=True) / self.codec.max)
+            scale = nonzero_scale(divide(x.abs().amax(-1, keepdim=True), self.codec.max))
             return self.codec.encode(x / scale), scale
         low = x.amin(-1, keepdim=True)
-        scale = nonzero_scale((x.amax(-1, keepdim=True) - low) / self.codec.max)
+        scale = nonzero_scale(divide(x.amax(-1, keepdim=True) - low, self.codec.max))
         return self.codec.encode((x - low) / scale), scale, low
 
     def load(
         self, stored: tuple[torch.Tensor, ...], part: str, scale: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
         """Read back what `store` returned, as `dtype` [B, H, T, D]; scales are applied in float32."""
+        import torch
+
         kind = self.granularity(part)
         if kind == "none":
             return self.codec.decode(stored[0], dtype)
@@ -157,6 +179,8 @@ class KVFormat:
 
     def count_saturated(self, x: torch.Tensor, part: str, scale: torch.Tensor | None) -> torch.Tensor:
         """How many elements of `x` lie beyond what a static scale can represent (0-dim int64)."""
+        import torch
+
         if self.granularity(part) not in STATIC:
-            return torch.zeros((), dtype=torch.int64, device=x.device)
+            return x.new_zeros((), dtype=torch.int64)
         return ((x.float() / scale).abs() > self.codec.max).sum()

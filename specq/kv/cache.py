@@ -46,6 +46,7 @@ class Rows:
     lengths: torch.Tensor
     longest: int = 0
     uniform: int | None = None
+    _there: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.set(self.lengths)
@@ -56,6 +57,13 @@ class Rows:
         self.longest = int(lengths.max()) if len(lengths) else 0
         same = len(lengths) > 0 and bool((lengths == self.longest).all())
         self.uniform = self.longest if same else None
+        self._there = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The lengths [B] on `device`, copied there once."""
+        if device not in self._there:
+            self._there[device] = self.lengths.to(device)
+        return self._there[device]
 
 
 class QuantizedLayer(CacheLayerMixin):
@@ -81,14 +89,18 @@ class QuantizedLayer(CacheLayerMixin):
         """Store K and V `[B, kv_heads, T, head_dim]` behind each row's length."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self._store(key_states, value_states)
         fmt = self.rows.format
         for part, x in (("k", key_states), ("v", value_states)):
             scale = getattr(self.scales, part)
-            self._write(part, fmt.store(x, part, scale))
             self.nonfinite = self.nonfinite + (~torch.isfinite(x)).sum()
             self.saturated = self.saturated + fmt.count_saturated(x, part, scale)
         self.pending = key_states.shape[-2]
         return self, self
+
+    def _store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        for part, x in (("k", key_states), ("v", value_states)):
+            self._write(part, self.rows.format.store(x, part, getattr(self.scales, part)))
 
     def _write(self, part: str, tensors: tuple[torch.Tensor, ...]) -> None:
         lengths, capacity = self.rows.lengths, self.rows.capacity
@@ -133,6 +145,11 @@ class QuantizedLayer(CacheLayerMixin):
         """Keep only these rows of the batch."""
         self.stored = {p: [t[rows.to(t.device)] for t in ts] for p, ts in self.stored.items()}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the stored tensors occupy, scales included."""
+        return sum(t.numel() * t.element_size() for ts in self.stored.values() for t in ts)
+
 
 class QuantizedCache(Cache):
     """K and V of all layers in one format.
@@ -144,6 +161,7 @@ class QuantizedCache(Cache):
         capacity: tokens per row that can be stored; a write beyond it raises.
         round_query: whether queries are rounded to e4m3 before attention (DESIGN: `--query-dtype`).
         splits: number of pieces attention cuts the K/V sequence into before merging by log-sum-exp.
+        layer: what stores a layer: this module's, or `paged.PagedLayer`.
     """
 
     def __init__(
@@ -154,9 +172,10 @@ class QuantizedCache(Cache):
         capacity: int,
         round_query: bool = False,
         splits: int = 1,
+        layer: type[QuantizedLayer] = QuantizedLayer,
     ) -> None:
         self.rows = Rows(fmt, capacity, round_query, splits, torch.zeros(batch, dtype=torch.long))
-        super().__init__(layers=[QuantizedLayer(self.rows, s) for s in scales])
+        super().__init__(layers=[layer(self.rows, s) for s in scales])
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -184,7 +203,7 @@ class QuantizedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes that the stored tensors of all layers occupy, scales included."""
-        return sum(t.numel() * t.element_size() for la in self.layers for ts in la.stored.values() for t in ts)
+        return sum(layer.nbytes for layer in self.layers)
 
     def saturated_per_layer(self) -> list[int]:
         """Elements beyond the static scale's range, per layer, K and V together, since creation."""

@@ -5,13 +5,11 @@
 
 import base64
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 
 from specq.files import write_text
-from specq.report.view import BASE, NULL, UNKNOWN, FormatView, interval, number
-
-Row = tuple[str, ...]
+from specq.report.decision_rows import group_rows, operating_rows, speed_figures
+from specq.report.view import BASE, NULL, UNKNOWN, FormatView, Row, interval, number, percent, percents, with_interval
 
 CAPTIONS = {
     "acceptance_curve": "Left: mean accepted tokens per cycle (mu) for every K; its intervals say how well these prompts"
@@ -19,8 +17,12 @@ CAPTIONS = {
     " first k drafted tokens are all accepted (marginal), and that the k-th is once those before it were (conditional).",
     "mu_shift": "Shift of mu against BF16, paired prompt by prompt. Believe a shift whose interval keeps clear of the grey"
     " band, which is what another order of the same BF16 arithmetic does. Triangles: the draft's cache is in the format too.",
-    "speedup_vs_k": "Speedup at the first batch size and context; bands include the prompts' spread and that of the step"
+    "speedup_vs_k": "Speedup at the batch size and context decided for; bands include the prompts' spread and that of the step"
     " times, where they were measured. Above the line at 1, speculation pays. Lower panels: the format at every batch size.",
+    "break_even": "Tokens per cycle against time per cycle, format over BF16 at one K: above the line the format is faster. All"
+    " points share their height: acceptance does not depend on batch and context here, the cost model moves them sideways.",
+    "sensitivity": "What would turn the decision: the format's acceptance rates moved (left), the draft's step times multiplied"
+    " (middle), other batch sizes (right). Top: tokens per second over BF16, each at its best K; bottom: that K.",
     "ratio_histogram": "Left: the probability with which each drafted token is accepted; what is exactly 1 stands apart"
     " because it is so frequent. Right: how far the acceptance probability moves at single positions; changes of"
     " both signs cancel in mu.",
@@ -75,6 +77,8 @@ def page(view: FormatView) -> dict:
         "own_text_only": view.own_text_only,
         "survival_rows": survival_rows(view),
         "health_rows": health_rows(view),
+        "operating_rows": operating_rows(view),
+        "break_even_k": view.curves[0]["break_even"]["k"],
         "group_rows": group_rows(view),
         "pair_rows": pair_rows(study),
         "setting_rows": setting_rows(view),
@@ -111,63 +115,30 @@ def _advice(view: FormatView, speedup: dict) -> str:
     change = f"num_speculative_tokens = {best} rather than {current}"
     if best == 0:
         change = f"dropping speculation (K = 0 rather than {current})"
-    gain = f"{_percent(speedup['retuning_gain'])} {_percents(speedup['ci95'])}"
+    gain = f"{percent(speedup['retuning_gain'])} {percents(speedup['ci95'])}"
     return f"With {view.label}, {change} gives {gain} tokens per second {by}."
-
-
-def _percent(share: float | None) -> str:
-    return "n/a" if share is None else f"{number(100 * share, 1)} %"
-
-
-def _percents(bounds: Iterable[float | None]) -> str:
-    return interval([None if b is None else 100 * b for b in bounds], 1)
-
-
-def _with_interval(entry: dict, digits: int = 4, sign: bool = True) -> Row:
-    return number(entry["value"], digits, sign), interval(entry["ci95"], digits, sign)
 
 
 def key_figures(view: FormatView) -> list[Row]:
     """(figure, value, 95 % interval, remark) of what a reader wants to know first."""
     rec, k = view.recommendation, view.shown_k
     text = "own text" if view.own_text_only else f"{rec['mu_shift']['text']} text"
-    mu = [(f"mu, accepted per cycle at K = {k}, BF16", *_with_interval(view.mu(BASE)[k], 3, False), "")]
+    mu = [(f"mu, accepted per cycle at K = {k}, BF16", *with_interval(view.mu(BASE)[k], 3, False), "")]
     if not view.is_baseline:
         resolved = "beyond the noise floor" if view.shift["significant"] else "not resolved"
         inherited = view.shifts(view.inherited_arm).get(k, UNKNOWN)
         mu += [
-            (f"mu, accepted per cycle at K = {k}, {view.name}", *_with_interval(view.mu(view.arm)[k], 3, False), ""),
-            ("shift of mu (accepted)", *_with_interval(view.shift), f"{resolved}; {text}, paired"),
-            ("shift with the draft's cache in the format too", *_with_interval(inherited), f"arm {view.inherited_arm}"),
+            (f"mu, accepted per cycle at K = {k}, {view.name}", *with_interval(view.mu(view.arm)[k], 3, False), ""),
+            ("shift of mu (accepted)", *with_interval(view.shift), f"{resolved}; {text}, paired"),
+            ("shift with the draft's cache in the format too", *with_interval(inherited), f"arm {view.inherited_arm}"),
         ]
     if view.own_shift:
         own = view.own_shift
         resolved = "beyond the noise floor" if own["significant"] else "not resolved"
-        mu.append(("shift on own text", *_with_interval(own), f"{resolved}; K = {own['k']}"))
+        mu.append(("shift on own text", *with_interval(own), f"{resolved}; K = {own['k']}"))
     null = view.null_shifts().get(k, UNKNOWN)
-    mu.append(("null arm's shift (noise floor)", *_with_interval(null, 6), "BF16 again, other order of arithmetic"))
-    return mu + _speed_figures(view)
-
-
-def _speed_figures(view: FormatView) -> list[Row]:
-    curve, gain, name = view.curves[0], view.recommendation["speedup"], view.label
-    at = f"batch {curve['batch']}, context {curve['context']}"
-
-    def speedup(key: str, k: int, whose: str, when: str) -> Row:
-        value, bounds = f"{curve[key][k]:.3f}x", interval(curve[f"{key}_ci95"][k], 3, sign=False)
-        return f"speedup at K = {k}, {whose} {when}", value, bounds, f"over plain {whose} decoding; {at}"
-
-    rows = [] if view.is_baseline else [speedup("speedup_bf16", view.current, "BF16", "now")]
-    rows.append(speedup("speedup", view.current, name, "now"))
-    if view.recommended != view.current:
-        rows.append(speedup("speedup", view.recommended, name, "recommended"))
-        change = _percent(gain["retuning_gain"]), _percents(gain["ci95"])
-        rows.append(("gain from changing K", *change, "tokens per second; the choice of K included"))
-    ratio = view.recommendation["cost"]["details"].get("tokens_per_second_over_bf16_at_best")
-    if ratio and not view.is_baseline:
-        value, bounds = _with_interval(ratio, 3, sign=False)
-        rows.append((f"{name} over BF16, each at its best K", f"{value}x", bounds, "tokens per second"))
-    return rows
+    mu.append(("null arm's shift (noise floor)", *with_interval(null, 6), "BF16 again, other order of arithmetic"))
+    return mu + speed_figures(view)
 
 
 def _vllm(block: dict | None) -> dict | None:
@@ -194,7 +165,7 @@ def mu_rows(view: FormatView) -> list[tuple[int, list[str]]]:
     """(K, cells) with accepted, its interval and emitted per compared arm."""
     tables = [view.mu(arm) for arm in _compared(view)]
     return [
-        (k, [cell for t in tables for cell in (*_with_interval(t[k], 3, False), number(_plus_one(t[k]), 3, False))])
+        (k, [cell for t in tables for cell in (*with_interval(t[k], 3, False), number(_plus_one(t[k]), 3, False))])
         for k in tables[0]
     ]
 
@@ -210,11 +181,11 @@ def shift_rows(view: FormatView) -> list[tuple[int, list[str]]]:
         (
             k,
             [
-                *_with_interval(entry),
+                *with_interval(entry),
                 number(entry["se"], sign=False),
                 interval(entry["minus_null"]["ci95"]),
                 "yes" if entry["significant"] else "no",
-                *_with_interval(both[k]),
+                *with_interval(both[k]),
                 number(null[k]["value"], 6),
             ],
         )
@@ -236,16 +207,6 @@ def health_rows(view: FormatView) -> list[Row]:
     digits = (4, 4, 6, 4, 4)
     return [
         (a, *(number(s.get(n), d, sign=False) for n, d in zip(keys, digits, strict=True))) for a, s in found.items()
-    ]
-
-
-def group_rows(view: FormatView) -> list[Row]:
-    """(group, prompts, mu per compared arm at the K shown); empty without groups."""
-    tables = [view.summary(arm).get("groups", {}) for arm in _compared(view)]
-    key = str(view.shown_k)
-    return [
-        (name, str(g["prompts"]), *(number(t.get(name, {}).get("mu_accepted", {}).get(key), 3, False) for t in tables))
-        for name, g in tables[0].items()
     ]
 
 

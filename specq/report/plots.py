@@ -3,25 +3,21 @@
 Each `draw_*` function fills a figure and returns its title, which says in words what is seen.
 """
 
-import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specq.report.decision_plots import draw_all, write_decision_plots
 from specq.report.position_plots import draw_context, draw_ratios
 from specq.report.style import (
     BASELINE,
     BLACK,
-    DPI,
     DRAFT_TOO,
     FORMAT,
     GREY,
     ORANGE,
-    RC,
-    TITLE_CHARACTERS,
-    WIDTH,
     k_axis,
     legend_outside,
     mark_k,
@@ -37,11 +33,7 @@ if TYPE_CHECKING:
 def write_plots(
     folder: Path, study: dict, recommendation: dict, positions: Mapping[str, np.ndarray]
 ) -> dict[str, Path]:
-    """Draw the five plots into `folder`; returns their paths by name."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Draw all plots into `folder`; returns their paths by name."""
     view = FormatView(study, recommendation)
     drawn: dict[str, Callable[[Figure], str]] = {
         "acceptance_curve": lambda f: draw_acceptance(f, view),
@@ -50,16 +42,7 @@ def write_plots(
         "ratio_histogram": lambda f: draw_ratios(f, view, positions),
         "context": lambda f: draw_context(f, view, positions),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = {name: folder / f"{name}.png" for name in drawn}
-    for name, draw in drawn.items():
-        with matplotlib.rc_context(RC):
-            figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
-            FigureCanvasAgg(figure)
-            title = "\n".join(textwrap.wrap(draw(figure), TITLE_CHARACTERS))
-            figure.suptitle(title, x=0.012, ha="left", fontsize=10.5, fontweight="bold")
-            figure.savefig(paths[name], dpi=DPI)
-    return paths
+    return draw_all(folder, drawn) | write_decision_plots(folder, view.decision, recommendation)
 
 
 def draw_acceptance(figure: "Figure", view: FormatView) -> str:

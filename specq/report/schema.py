@@ -37,14 +37,48 @@ class Shift(_Strict):
     significant: bool
 
 
+class KeptK(_Strict):
+    """Share of the format's speed lost by keeping K = k, BF16's best, after the format change; choices included."""
+
+    k: int
+    loss: float
+    ci95: Interval
+
+
 class Speedup(_Strict):
     """Speedups over plain decoding at the same KV format; retuning_gain is recommended / current - 1."""
 
     baseline_at_current: float
     dtype_at_current: float
     dtype_at_recommended: float
+    dtype_at_recommended_over_plain_bf16: float = Field(description="over plain decoding with a BF16 cache")
     retuning_gain: float
     ci95: Interval = Field(description="interval of retuning_gain; every bootstrap draw chooses its own K")
+    kept_bf16_k: KeptK
+
+
+class BreakEven(_Strict):
+    """The format over BF16 at the same K, at the point decided for: it pays where emitted_ratio > cycle_time_ratio."""
+
+    k: int
+    emitted_ratio: float
+    emitted_ratio_ci95: Interval
+    cycle_time_ratio: float
+    speed_ratio: float
+    speed_ratio_ci95: Interval
+
+
+class Capacity(_Strict):
+    """Sequences of `context` tokens that fit; tokens per second at those batches (at most `batch` each) over BF16's."""
+
+    server: str
+    context: int
+    sequences: int
+    bf16_sequences: int
+    batch: int
+    bf16_batch: int
+    tokens_per_second_over_bf16: float | None
+    ci95: Interval
 
 
 class Cost(_Strict):
@@ -93,7 +127,11 @@ class Recommendation(_Strict):
     recommended_num_speculative_tokens: int
     recommended_schedule: list[tuple[int, int, int]]
     speedup: Speedup
+    break_even: BreakEven
+    capacity: Capacity | None
     cost: Cost
+    action: Literal["enable", "enable_and_retune", "measure_more", "do_not_enable", "keep", "retune"]
+    more_prompts: int | None = Field(description="how many more prompts would decide, where action is measure_more")
     decision: str
     verdicts: list[Verdict]
     warnings: list[str]

@@ -12,6 +12,7 @@ import numpy as np
 BASE, NULL = "bf16+bf16", "null"
 UNKNOWN = {"value": None, "se": None, "ci95": [None, None]}
 MAIN_TEXTS = ("same", "given")
+Row = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,14 @@ class FormatView:
         return "alpha_strict" if config["verify"] == "strict" else "alpha"
 
     @property
+    def decision(self) -> dict:
+        """What was decided for the format, with its curves, groups and sensitivity."""
+        return self.study["decisions"][self.name]
+
+    @property
     def curves(self) -> list[dict]:
         """Speedup curves, the first being the operating point of the recommendation."""
-        return self.study["decisions"][self.name]["curves"]
+        return self.decision["curves"]
 
     def summary(self, arm: str) -> dict:
         """An arm's block of study.json, on own text where that is the only one; empty when there is none."""
@@ -158,3 +164,18 @@ def interval(bounds: Iterable[float | None], digits: int = 4, sign: bool = True)
     """A 95 % interval for people; n/a where neither end can be given."""
     ends = [number(b, digits, sign) for b in bounds]
     return "n/a" if set(ends) == {"n/a"} else f"[{', '.join(ends)}]"
+
+
+def percent(share: float | None) -> str:
+    """A share as a signed percentage; n/a for null."""
+    return "n/a" if share is None else f"{number(100 * share, 1)} %"
+
+
+def percents(bounds: Iterable[float | None]) -> str:
+    """A 95 % interval of shares as percentages."""
+    return interval([None if b is None else 100 * b for b in bounds], 1)
+
+
+def with_interval(entry: dict, digits: int = 4, sign: bool = True) -> Row:
+    """(value, 95 % interval) of an entry."""
+    return number(entry["value"], digits, sign), interval(entry["ci95"], digits, sign)

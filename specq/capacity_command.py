@@ -1,0 +1,148 @@
+"""What `specq capacity` does: shapes from the registry or a configuration, one table, and the answer in sentences."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from specq import pairs
+from specq.capacity import LONGEST, CapacityReport, Load, Server, explain, gigabytes, report
+from specq.cost.gpus import parse_gpus
+from specq.errors import SpecqError
+from specq.kv import FORMATS, get_format
+from specq.shape import ModelShape, shape_of_source, with_weight_bytes
+
+
+def capacity_command(
+    *,
+    pair: str | None,
+    target: str | None,
+    draft: str | None,
+    dtypes: list[str],
+    draft_dtype: str,
+    gpus: str | None,
+    context: int,
+    sequences: int | None,
+    weight_bytes: float | None,
+    utilisation: float,
+    reserve_gb: float,
+    as_json: bool,
+) -> None:
+    """Print how much KV cache a sequence takes in every format and, with `gpus`, what fits."""
+    formats = [get_format(d) for d in dtypes] or [f for f in FORMATS if f.vllm]
+    if context < 1 or (sequences is not None and sequences < 1):
+        raise SpecqError("--context and --sequences must be at least 1")
+    server = _server(gpus, utilisation, reserve_gb)
+    if sequences is not None and server is None:
+        raise SpecqError("--sequences asks what fits: name the server with --gpus, e.g. --gpus 8xh100")
+    load = _load(pair, target, draft, draft_dtype, weight_bytes)
+    found = report(load, formats, context, server, sequences)
+    if as_json:
+        print(json.dumps(as_dict(found), indent=2, allow_nan=False))
+        return
+    console = Console(highlight=False)
+    console.print(_title(found), markup=False)
+    console.print(_table(found))
+    for line in explain(found):
+        console.print(line, markup=False)
+
+
+def _server(gpus: str | None, utilisation: float, reserve_gb: float) -> Server | None:
+    if not 0 < utilisation <= 1:
+        raise SpecqError(f"--memory-share {utilisation} must be above 0 and at most 1")
+    if reserve_gb < 0:
+        raise SpecqError(f"--reserve-gb {reserve_gb} must not be negative")
+    if gpus is None:
+        return None
+    count, gpu = parse_gpus(gpus)
+    return Server(gpu.name, count, gpu.memory, utilisation, reserve_gb)
+
+
+def _load(
+    pair: str | None, target: str | None, draft: str | None, draft_dtype: str, weight_bytes: float | None
+) -> Load:
+    """Shapes of the pair: registered geometry where it applies, else the model's own configuration."""
+    if weight_bytes is not None and not weight_bytes > 0:
+        raise SpecqError(f"--weight-bytes {weight_bytes} must be above 0")
+    named = None if target and (draft or pair is None) else pairs.find(pair or "tiny", None, None)
+    main = shape_of_source(_source(target)) if target else _registered(named.target)
+    second = shape_of_source(_source(draft)) if draft else _registered(named.draft) if named else None
+    return Load(with_weight_bytes(main, weight_bytes), second, get_format(draft_dtype).name)
+
+
+def _source(given: str) -> str:
+    looks_local = given.startswith((".", "/", "~")) or given.count("/") != 1
+    if looks_local and not Path(given).is_dir():
+        raise SpecqError(f"no model directory at {given}; give a directory with config.json or a hub id like org/name")
+    return given
+
+
+def _registered(side: pairs.Side) -> ModelShape:
+    return ModelShape.of_registered(side.shape)
+
+
+def _title(found: CapacityReport) -> str:
+    t = found.load.target
+    kept = ", ".join(f"{n} of window {w}" if w else f"{n} full" for w, n in t.layers)
+    heads = f"a latent of {t.latent} elements" if t.latent else f"{t.kv_heads} KV heads x {t.head_dim}"
+    over = f"; {found.server.gpus} GPUs keep {_copies(found)}" if found.server and found.server.gpus > 1 else ""
+    beyond = (
+        f" (beyond the model's {t.max_positions:,} positions)" if found.context > (t.max_positions or LONGEST) else ""
+    )
+    return (
+        f"target: {t.weights / 1e9:.2f} B weights ({gigabytes(t.resident_bytes)}); layers: {kept}; {heads}{over}\n"
+        f"one sequence of {found.context:,} tokens{beyond}:"
+    )
+
+
+def _copies(found: CapacityReport) -> str:
+    t, n = found.load.target, found.server.gpus
+    if t.latent:
+        return f"a whole latent each ({n} copies)"
+    return f"every KV head {n // t.kv_heads} times" if n > t.kv_heads else f"{t.kv_heads // n} KV heads each"
+
+
+def _table(found: CapacityReport) -> Table:
+    table = Table(box=SIMPLE, pad_edge=False)
+    headings = ["format", "vLLM", "KV cache", "of it scales"]
+    if found.server:
+        headings += ["per GPU with draft" if found.load.draft else "per GPU", "sequences that fit"]
+    if found.sequences:
+        headings.append(f"longest context of {found.sequences:,}")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("format", "vLLM") else "right")
+    for row in found.rows:
+        if row.refused:
+            table.add_row(row.name, row.vllm or "none", "refused")
+            continue
+        cells = [
+            gigabytes(row.target_codes + row.target_scales),
+            gigabytes(row.target_scales) if row.target_scales else "0",
+        ]
+        if found.server:
+            cells += [gigabytes(row.per_gpu), f"{row.fit:,}"]
+        if found.sequences:
+            cells.append(f"{row.longest:,}")
+        table.add_row(row.name, row.vllm or "none", *cells)
+    return table
+
+
+def as_dict(found: CapacityReport) -> dict:
+    """For JSON: everything in bytes, and the sentences."""
+    server = None
+    if found.server:
+        free = found.load.free_bytes(found.server)
+        server = asdict(found.server) | {"free_bytes_per_gpu": free, "weights_bytes": found.load.weights_bytes()}
+    return {
+        "target": found.load.target.as_dict(),
+        "draft": found.load.draft.as_dict() if found.load.draft else None,
+        "draft_kv_dtype": found.load.draft_format,
+        "server": server,
+        "context": found.context,
+        "sequences": found.sequences,
+        "formats": [asdict(r) for r in found.rows],
+        "answer": explain(found),
+    }

@@ -1,0 +1,144 @@
+"""Prompt groups (code, chat, ...) and mixtures of them, always from each group's measured curve.
+
+Tokens of a mixture that spends the share s_g of its tokens in group g take cycles 1 / emitted(K) = sum_g s_g / emitted_g(K):
+no pooled alpha^k has that value. A mixture is an Analysis like any other, whose texts count with weights.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from specq import chain, stats
+from specq.analysis import BASE, Analysis, ArmResult
+from specq.config import DRAWS
+from specq.cost import CostModel
+from specq.decision import Decision, StudyFacts
+from specq.errors import SpecqError
+from specq.tune import Curve, quantile_interval, speed_curve
+
+
+@dataclass
+class GroupChoice:
+    """One group's own decision at the study's operating point.
+
+    mu_bf16 and mu are accepted per cycle at `k`; `best` is the group's own K; `loss` the share of its speed lost by the
+    common K, with a 95 % interval.
+    """
+
+    name: str
+    documents: int
+    k: int
+    mu_bf16: float
+    mu: float
+    best: int
+    loss: float
+    loss_ci95: list[float]
+
+
+def group_names(analysis: Analysis) -> list[str]:
+    """The groups that the prompt file names, in order of the alphabet."""
+    return sorted({t.prompt.group for t in analysis.texts if t.prompt.group})
+
+
+def of_group(analysis: Analysis, name: str, seed: int) -> Analysis:
+    """The analysis of one group's texts alone, with bootstrap draws over its documents."""
+    mine = np.array([t.prompt.group == name for t in analysis.texts])
+    texts = [t for t, m in zip(analysis.texts, mine, strict=True) if m]
+    documents = stats.Documents.of([t.prompt.document for t in texts])
+    rows = np.repeat(mine, analysis.lengths)
+
+    def cut(r: ArmResult) -> ArmResult:
+        part = chain.ChainResult(*(getattr(r.result, f)[mine] for f in ("tokens", "ends", "accepted", "last_end")))
+        return ArmResult(r.name, part, _sums(part, documents), r.a[rows], r.b[rows])
+
+    return replace(
+        analysis,
+        texts=texts,
+        lengths=analysis.lengths[mine],
+        tokens=analysis.tokens[rows],
+        documents=documents,
+        resampler=stats.Resampler(documents.count, DRAWS, seed),
+        arms={n: cut(r) for n, r in analysis.arms.items()},
+    )
+
+
+def _sums(result: chain.ChainResult, documents: stats.Documents) -> stats.Sums:
+    return stats.Sums(documents.sum(result.tokens), documents.sum(result.ends))
+
+
+def mixture(analysis: Analysis, shares: Mapping[str, float], seed: int) -> Analysis:
+    """The analysis of traffic that spends `shares` of its tokens in the groups; others do not count.
+
+    Every text's sums are weighed so that the groups have their shares, and documents are resampled within their group:
+    the shares are the user's and have no spread. Raises SpecqError for unknown groups and shares that make no sense.
+    """
+    names = group_names(analysis)
+    if unknown := sorted(set(shares) - set(names)):
+        has = f"has {', '.join(names)}" if names else "names no groups"
+        raise SpecqError(f"no group {unknown[0]!r} in this study; its prompt file {has}")
+    total = sum(shares.values())
+    if min(shares.values()) < 0 or not np.isfinite(total) or total <= 0:
+        raise SpecqError("the shares of a mixture must be positive numbers")
+    kept = {n: s / total for n, s in shares.items() if s > 0}
+    texts = [t for t in analysis.texts if t.prompt.group in kept]
+    counted = np.array([t.prompt.group in kept for t in analysis.texts])
+    groups = np.array([t.prompt.group for t in texts])
+    lengths = analysis.lengths[counted]
+    weight = np.ones(len(texts))
+    for name, share in kept.items():
+        weight[groups == name] = share * lengths.sum() / lengths[groups == name].sum()
+    documents = stats.Documents.of([f"{t.prompt.group}\n{t.prompt.document}" for t in texts])
+    strata = np.zeros(documents.count, dtype=int)
+    strata[documents.index] = np.unique(groups, return_inverse=True)[1]
+    rows = np.repeat(counted, analysis.lengths)
+
+    def weigh(r: ArmResult) -> ArmResult:
+        parts = [getattr(r.result, f)[counted] for f in ("tokens", "ends", "accepted")]
+        scaled = (p * weight.reshape(-1, *[1] * (p.ndim - 1)) for p in parts)
+        part = chain.ChainResult(*scaled, r.result.last_end[counted])
+        return ArmResult(r.name, part, _sums(part, documents), r.a[rows], r.b[rows])
+
+    return replace(
+        analysis,
+        texts=texts,
+        lengths=lengths,
+        tokens=analysis.tokens[rows],
+        documents=documents,
+        resampler=stats.Resampler(documents.count, DRAWS, seed, strata),
+        arms={n: weigh(r) for n, r in analysis.arms.items()},
+    )
+
+
+def lonely_groups(analysis: Analysis, shares: Mapping[str, float]) -> list[str]:
+    """Groups of a mixture with one document only, whose spread nobody knows."""
+    found = {n: {t.prompt.document for t in analysis.texts if t.prompt.group == n} for n, s in shares.items() if s > 0}
+    return sorted(n for n, documents in found.items() if len(documents) < 2)
+
+
+def group_choices(facts: StudyFacts, analysis: Analysis, cost: CostModel, made: Decision) -> list[GroupChoice]:
+    """Every group's own best K and what the common one costs it, at the operating point decided for."""
+    arm = f"{made.format.name}+bf16"
+    out = []
+    for name in group_names(analysis):
+        part = of_group(analysis, name, facts.config.seed)
+        mine = _curve(part, arm, cost, made.curve)
+        best, common, k = mine.best, made.recommended, made.reference_k
+        loss = 1 - mine.draws[:, common] / mine.draws[:, best]
+        out.append(
+            GroupChoice(
+                name,
+                part.documents.count,
+                k,
+                part.arms[BASE].emitted(k) - 1,
+                part.arms[arm].emitted(k) - 1,
+                best,
+                float(1 - mine.point[common] / mine.point[best]),
+                quantile_interval(loss),
+            )
+        )
+    return out
+
+
+def _curve(analysis: Analysis, arm: str, cost: CostModel, like: Curve) -> Curve:
+    return speed_curve(analysis.emitted_curve(arm), analysis.emitted_draws(arm), cost, like.at, like.limit)
