@@ -9,12 +9,16 @@ PYTHON ?= python3
 VENV   ?= .venv
 READY  := $(VENV)/.ready
 
-.PHONY: study test test-gpu lint bench bench-kernels wheel clean
+.PHONY: study test test-gpu fuzz lint bench bench-kernels wheel clean
 study: $(READY)
 	@$(VENV)/bin/specq study --pair "$(PAIR)" $(foreach d,$(DTYPE),--dtype $(d)) $(ARGS)
 
 test: $(READY) lint
 	@$(VENV)/bin/python -m pytest $(ARGS)
+
+# at least 20,000 inputs through everything that reads a user's file
+fuzz: $(READY)
+	@SPECQ_FUZZ=$${SPECQ_FUZZ:-22000} $(VENV)/bin/python -m pytest -s -p no:cacheprovider tests/test_fuzz.py $(ARGS)
 
 lint: $(READY)
 	@$(VENV)/bin/ruff check --quiet .

@@ -9,12 +9,13 @@
                only); `agreement:TEXTS:TOKENS` sets the size of each
     precision  27 prompts x 1500 prompt tokens x 512 new tokens at T = 1, K = 4: standard error of the FP8 shift, and
                INT8 and identity beside it; `precision:SEED` draws other documents and other noise
+    memory     peak memory against scored tokens, up to a million; `memory:TOKENS:tiny` on the embedded pair
 
 Timings are of a shared machine; compare them within one run. The last line of every bench is one JSON object.
 """
 
 import json
-import resource
+import os
 import subprocess
 import sys
 import tempfile
@@ -53,13 +54,14 @@ def bench_chain() -> dict:
 
 def _study(folder: Path, *args: str) -> tuple[float, float, dict]:
     """(seconds, peak GB, study.json) of a study in a process of its own."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     began = time.perf_counter()
     command = [sys.executable, "-m", "specq.cli", "study", "--out", str(folder), "--overwrite", *args]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    seconds = time.perf_counter() - began
-    peak = max(before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 1e6
-    return seconds, peak, json.loads((folder / "study.json").read_text())
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SpecqError(f"the study of this bench ended with exit code {process.returncode}")
+    return time.perf_counter() - began, usage.ru_maxrss / 1e6, json.loads((folder / "study.json").read_text())
 
 
 def bench_study() -> dict:
@@ -109,6 +111,53 @@ def bench_precision(seed: str = "0") -> dict:
     }
 
 
+def _random_pair(root: Path) -> list[str]:
+    """Options of a study on a random one-layer pair without EOS: its forward passes cost next to nothing."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    config = LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                         num_key_value_heads=1, max_position_embeddings=2048, bos_token_id=None, eos_token_id=None)  # fmt: skip
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(256)}, unk_token="w0"))
+    for seed, role in enumerate(("target", "draft")):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(root / role)
+        PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(root / role)
+    return ["--target", str(root / "target"), "--draft", str(root / "draft")]
+
+
+def bench_memory(tokens: str = "1000000", pair: str = "random") -> dict:
+    """Peak memory of studies of 1/64, 1/8 and all of so many scored tokens: memory:TOKENS[:tiny].
+
+    A random one-layer pair by default, which makes a million tokens in minutes; `tiny` is the embedded pair.
+    """
+    positions, found = 1007, []
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        options = ["--pair", "tiny"] if pair == "tiny" else _random_pair(root)
+        draws = np.random.default_rng(0)
+        for share in (64, 8, 1):
+            count = max(1, int(tokens) // share // positions)
+            rows = ({"prompt_token_ids": draws.integers(3, 256, 16).tolist()} for _ in range(count))
+            (root / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+            sizes = ["--num-prompts", str(count), "--prompt-tokens", "16", "--output-tokens", str(positions + 1)]
+            args = [
+                *options,
+                *sizes,
+                "--prompts",
+                str(root / "prompts.jsonl"),
+                "--cost",
+                "roofline:h100",
+                "--temperature",
+                "1",
+            ]
+            seconds, peak, study = _study(root / "study", *args)
+            found.append({"tokens": study["tokens"]["scored"], "seconds": seconds, "peak_gb": peak})
+    growth = (found[-1]["peak_gb"] - found[0]["peak_gb"]) / max(found[-1]["tokens"] - found[0]["tokens"], 1)
+    return {"pair": pair, "studies": found, "gb_per_million_tokens": 1e6 * growth}
+
+
 BENCHES: dict[str, Callable[..., dict]] = {
     "help": bench_help,
     "chain": bench_chain,
@@ -117,6 +166,7 @@ BENCHES: dict[str, Callable[..., dict]] = {
     "precision": bench_precision,
     "rollout": bench_rollout,
     "agreement": bench_agreement,
+    "memory": bench_memory,
 }
 BY_NAME_ONLY = ("agreement",)
 

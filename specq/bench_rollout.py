@@ -18,7 +18,7 @@ def _inputs(count: int, prompt_tokens: int, device: str) -> "tuple[Models, list[
     config = RolloutConfig(num_prompts=count, prompt_tokens=prompt_tokens, output_tokens=64, device=device)
     quiet = Reporter(quiet=True)
     _, models = load_models(config, quiet)
-    prompts, spare = choose_prompts(config, models, *read_records(prompt_source(config)))
+    prompts, spare = choose_prompts(config, models, *read_records(prompt_source(config)), quiet)
     return models, prompts, calibrate(config, models, FORMATS, prompts, spare, quiet)
 
 

@@ -54,7 +54,7 @@ def run_chain(a: np.ndarray, c: np.ndarray, lengths: np.ndarray, k_max: int) -> 
     """Run the chain for K = 1..k_max over N texts.
 
     Args:
-        a, c: acceptance and transition values, `[T, N]` or `[T, N, k_max]` (last axis: drafts accepted so far).
+        a, c: acceptance and transition values, `[T, N]` or `[T, N, k_max or more]` (last axis: drafts accepted so far).
         lengths: positions that count per text, [N], each at most T; what lies beyond is ignored.
         k_max: largest K.
     """
@@ -72,8 +72,8 @@ def run_chain(a: np.ndarray, c: np.ndarray, lengths: np.ndarray, k_max: int) -> 
         live = t < lengths
         if not live.any():
             break
-        at = (a[t] if depth else a[t][:, None])[:, None, :]  # [N, 1, k_max or 1]
-        ct = (c[t] if depth else c[t][:, None])[:, None, :]
+        at = (a[t][:, :k_max] if depth else a[t][:, None])[:, None, :]  # [N, 1, k_max or 1]
+        ct = (c[t][:, :k_max] if depth else c[t][:, None])[:, None, :]
         open_state = np.where(drafting, state[:, :, :k_max], 0.0)
         hits = at * open_state
         end = open_state.sum(-1) - hits.sum(-1) + state[:, full, full + 1]

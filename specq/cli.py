@@ -1,6 +1,7 @@
 """The command line. Heavy imports happen inside the command that needs them, so that --help is quick."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,7 @@ from typing import Annotated
 import typer
 
 from specq import __version__
-from specq.errors import SpecqError
+from specq.errors import Interrupted, SpecqError, printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -52,7 +53,13 @@ def study(
     random_weights: Annotated[
         bool | None, typer.Option("--random-weights", help="Configurations alone, for memory and step times.")
     ] = None,
-    prompts: Annotated[str | None, typer.Option(help="Prompt file: .txt, .jsonl or .json.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="Prompt file: .jsonl, .json, .txt, .parquet (.gz, .xz, .zst).")
+    ] = None,
+    undecodable: Annotated[
+        str | None, typer.Option(help="Lines that are not UTF-8: refuse (the file) or skip.")
+    ] = None,
+    chat: Annotated[str | None, typer.Option(help="Chat records: template, or raw (turns joined as text).")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Prompts to use.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt in tokens.")] = None,
     output_tokens: Annotated[int | None, typer.Option(help="Longest continuation in tokens.")] = None,
@@ -77,15 +84,48 @@ def study(
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
     out: Annotated[Path | None, typer.Option(help="Output directory; default runs/<pair>-<dtype>...")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a study of another configuration.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted study.")] = False,
+    part: Annotated[
+        str | None, typer.Option(help="Measure one share of a study, as 2/8; `specq merge` joins them.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, for logs.")] = False,
 ) -> None:
     """Measure what KV formats do to acceptance and speed, and which K to use with them."""
     from specq.command import study_command
 
-    options = {k: v for k, v in locals().items() if k not in ("out", "overwrite", "quiet", "dtype", "study_command")}
+    how = ("out", "overwrite", "resume", "part", "quiet", "dtype", "study_command")
+    options = {k: v for k, v in locals().items() if k not in (*how, "how")}
     options["batch"], options["context"] = _numbers(batch, "--batch"), _numbers(context, "--context")
     options["ngram"] = _numbers(ngram, "--ngram")
-    study_command(options, dtype or ["fp8"], out, overwrite, quiet)
+    study_command(options, dtype or ["fp8"], out, overwrite=overwrite, resume=resume, part=part, quiet=quiet)
+
+
+@app.command()
+def merge(
+    out: Annotated[Path, typer.Argument(help="Directory of the whole study.")],
+    parts: Annotated[list[Path], typer.Argument(help="Directories made by `specq study --part`.")],
+    target: Annotated[str | None, typer.Option(help="The target model's directory on this machine.")] = None,
+    draft: Annotated[str | None, typer.Option(help="The draft model's directory on this machine.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="The prompt file on this machine.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the study in OUT.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, for logs.")] = False,
+) -> None:
+    """Join the parts of a study that several machines made, and print the answer."""
+    from specq.command import merge_command
+
+    merge_command(out, parts, {"target": target, "draft": draft, "prompts": prompts}, overwrite, quiet)
+
+
+@app.command()
+def import_metrics(
+    before: Annotated[Path, typer.Argument(help="Text of a vLLM server's /metrics page.")],
+    after: Annotated[Path | None, typer.Argument(help="The same, later; without it: since the server's start.")] = None,
+    model: Annotated[str | None, typer.Option(help="model_name, where the server has several.")] = None,
+) -> None:
+    """What a server counted about speculative decoding, as JSON."""
+    from specq.engines.metrics import import_metrics as read
+
+    typer.echo(json.dumps(read(before, after, model).as_dict(), indent=2, allow_nan=False))
 
 
 @app.command()
@@ -173,7 +213,13 @@ def rollout(
     random_weights: Annotated[
         bool | None, typer.Option("--random-weights", help="Configurations alone, for memory and step times.")
     ] = None,
-    prompts: Annotated[str | None, typer.Option(help="Prompt file: .txt, .jsonl or .json.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="Prompt file: .jsonl, .json, .txt, .parquet (.gz, .xz, .zst).")
+    ] = None,
+    undecodable: Annotated[
+        str | None, typer.Option(help="Lines that are not UTF-8: refuse (the file) or skip.")
+    ] = None,
+    chat: Annotated[str | None, typer.Option(help="Chat records: template, or raw (turns joined as text).")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Prompts to use.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt in tokens.")] = None,
     output_tokens: Annotated[int | None, typer.Option(help="Longest continuation in tokens.")] = None,
@@ -206,7 +252,8 @@ def rollout(
 @app.command()
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(help="help, chain, study, tune, precision[:SEED], rollout, agreement.")
+        list[str] | None,
+        typer.Argument(help="help, chain, study, tune, precision[:SEED], rollout, agreement, memory[:TOKENS[:tiny]]."),
     ] = None,
 ) -> None:
     """Benchmark specq itself on this machine; one JSON line each."""
@@ -246,15 +293,17 @@ def schema(name: Annotated[str, typer.Argument(help="recommendation or speculati
 
 
 def main() -> None:
-    """Entry point: SpecqError becomes one message and exit code 2, Ctrl-C exit code 130."""
+    """Entry point: SpecqError becomes one message and its exit code (2), Ctrl-C one sentence and 130."""
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its own pool holds on to what a study has freed
     try:
         app()
     except SpecqError as error:
-        print(f"specq: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("specq: interrupted", file=sys.stderr)
-        sys.exit(130)
+        print(f"specq: {printable(str(error))}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except SystemExit as end:
+        if end.code == Interrupted.exit_code:  # typer's answer to Ctrl-C, which says nothing
+            print("specq: interrupted", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":

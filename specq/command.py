@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from specq import files, pairs
-from specq.config import StudyConfig, make_config
-from specq.errors import SpecqError
+from specq.checkpoint import auto_kv_format, fingerprint, open_checkpoint, read_json_object
+from specq.config import StudyConfig, file_digest, make_config, same_study
+from specq.errors import SpecqError, printable
 from specq.progress import Reporter
 from specq.report.schema import Recommendation
 from specq.vllm_options import parse_version
@@ -20,12 +21,10 @@ from specq.vllm_options import parse_version
 def resolve(options: dict[str, Any], dtypes: list[str]) -> tuple[StudyConfig, dict[str, str]]:
     """(configuration, sub-directory per format name) from command-line options; None means not given."""
     pair = pairs.find(options["pair"], options["target"], options["draft"])
-    from specq.kv import get_format
-
-    dtypes = resolve_auto(pair, dtypes)
-    names = {get_format(d).name: d.strip().lower() for d in reversed(dtypes)}
+    names = format_names(pair, dtypes)
     given = {k: v for k, v in options.items() if v is not None}
-    given = pair.defaults | given | {"dtypes": tuple(get_format(d).name for d in dtypes), "pair": pair.name}
+    given = pair.defaults | given | {"dtypes": tuple(names), "pair": pair.name}
+    given |= fingerprints(pair, bool(options.get("random_weights")))
     if options["target"] and options["draft"]:
         given["pair"] = None
     if "k_max" in given and options["current_k"] is None:
@@ -35,42 +34,158 @@ def resolve(options: dict[str, Any], dtypes: list[str]) -> tuple[StudyConfig, di
     return config, {name: names[name] for name in config.dtypes}
 
 
+def format_names(pair: pairs.Pair, dtypes: list[str]) -> dict[str, str]:
+    """The formats asked for, in order: their names, and what they were called."""
+    from specq.kv import get_format
+
+    names: dict[str, str] = {}
+    for called, meant in zip(dtypes, resolve_auto(pair, dtypes), strict=True):
+        names.setdefault(get_format(meant).name, called.strip().lower())
+    return names
+
+
 def resolve_auto(pair: pairs.Pair, dtypes: list[str]) -> list[str]:
     """The formats with `auto` replaced by what the target's checkpoint makes of it, as a server would."""
     if "auto" not in {d.strip().lower() for d in dtypes}:
         return dtypes
-    from specq.weights import auto_kv_format
-
-    path = Path(pairs.locate(pair)[0]) / "config.json"
-    meant = auto_kv_format(files.read_json(path)) if path.is_file() else "bf16"
+    path = Path(pair.target.source if pair.target.local else pairs.locate(pair)[0]) / "config.json"
+    meant = auto_kv_format(read_json_object(path)) if path.is_file() else "bf16"
     return [meant if d.strip().lower() == "auto" else d for d in dtypes]
 
 
-def study_command(options: dict[str, Any], dtypes: list[str], out: Path | None, overwrite: bool, quiet: bool) -> None:
+def fingerprints(pair: pairs.Pair, random_weights: bool) -> dict[str, str]:
+    """`target_sha256` and `draft_sha256` of the models that lie here, by content; random weights need config.json alone."""
+    found = {}
+    for role, side in (("target", pair.target), ("draft", pair.draft)):
+        if side.local and side.is_model:
+            config = str(Path(side.source) / "config.json")
+            found[f"{role}_sha256"] = (
+                file_digest(config) if random_weights else fingerprint(open_checkpoint(side.source))
+            )
+    return found
+
+
+def study_command(
+    options: dict[str, Any],
+    dtypes: list[str],
+    out: Path | None,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    part: str | None = None,
+    quiet: bool = False,
+) -> None:
     """Run a study, or show the finished one when its directory already holds this very configuration."""
+    if overwrite and resume:
+        raise SpecqError("--resume continues what is there and --overwrite discards it; give one of them")
+    share = _part(part)
     config, directories = resolve(options, dtypes)
     name = config.pair or pairs.find(None, config.target, config.draft).name
-    out = Path(os.path.normpath(out or Path("runs") / "-".join([name, *directories.values()])))
+    name = "-".join([name, *directories.values(), *([f"part{share[0]}of{share[1]}"] if share[1] > 1 else [])])
+    out = Path(os.path.normpath(out or Path("runs") / name))
     if not out.name:
         raise SpecqError(f"--out {out} is no directory that a study could be renamed to; name a new one")
     files.refuse_foreign(out)  # now, not after the models are loaded
-    if (out / "study.json").is_file() and not overwrite:
-        finished = files.read_json(out / "study.json")
-        if finished.get("configuration") != config.model_dump(mode="json"):
-            raise SpecqError(
-                f"{out} holds a study of another configuration; choose another --out, or --overwrite to replace it"
-            )
-        directories = finished["directories"]
-        if not all((out / d / "report.html").is_file() for d in directories.values()):
-            from specq.study import draw
-
-            draw(out)
-        show(out, directories)
+    if not overwrite and _finished(out, config, share):
         return
+    from specq.shards import refuse_mixing
+
+    refuse_mixing(out, lambda old: same_study(config, old["configuration"]), overwrite, resume)
+    _run(config, directories, out, overwrite, Reporter(quiet), resume=resume, part=share)
+
+
+def _run(
+    config: StudyConfig,
+    directories: dict[str, str],
+    out: Path,
+    overwrite: bool,
+    reporter: Reporter,
+    **how: Any,  # noqa: ANN401
+) -> None:
     from specq.study import run_study
 
-    run_study(config, directories, out, overwrite, Reporter(quiet))
+    if run_study(config, directories, out, overwrite, reporter, **how) is None:
+        _tell_part(out)
+    else:
+        show(out, directories)
+
+
+def _part(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return 1, 1
+    try:
+        mine, parts = (int(x) for x in text.split("/"))
+    except ValueError:
+        mine = parts = 0
+    if not 1 <= mine <= parts:
+        raise SpecqError(
+            f"--part takes two numbers like 2/8, the share of this machine and the number of shares, not {text!r}"
+        )
+    return mine, parts
+
+
+def _finished(out: Path, config: StudyConfig, share: tuple[int, int]) -> bool:
+    """Show what `out` holds if that is this study; SpecqError if it is another one; False if it is nothing yet."""
+    whole = (out / "study.json").is_file()
+    if not whole and not (out / "run.json").is_file():
+        return False
+    finished = files.read_json(out / ("study.json" if whole else "run.json"))
+    same = isinstance(finished, dict) and same_study(config, finished.get("configuration"))
+    if not same or (not whole and finished.get("part") != list(share)):
+        raise SpecqError(
+            f"{out} holds a study of another configuration; choose another --out, or --overwrite to replace it"
+        )
+    if not whole:
+        _tell_part(out)
+        return True
+    if (out / "run.json").is_file():  # killed between renaming and tidying up
+        from specq.shards import tidy
+
+        tidy(out)
+    directories = finished["directories"]
+    if not all((out / d / "report.html").is_file() for d in directories.values()):
+        from specq.study import draw
+
+        draw(out)
     show(out, directories)
+    return True
+
+
+def _tell_part(out: Path) -> None:
+    mine, parts = files.read_json(out / "run.json")["part"]
+    print(
+        printable(
+            f"part {mine} of {parts} is complete: {out}\nwith all parts on one machine: specq merge OUT {out} ..."
+        )
+    )
+
+
+def merge_command(
+    out: Path, parts: Sequence[Path], replacing: dict[str, str | None], overwrite: bool, quiet: bool
+) -> None:
+    """Join the parts of a study into `out` and finish it; `replacing` gives paths that differ on this machine."""
+    from specq.shards import read_run
+
+    out = Path(os.path.normpath(out))
+    runs = [read_run(p) for p in parts]
+    for path, run in zip(parts, runs, strict=True):
+        if run is None:
+            raise SpecqError(
+                f"{path} holds no part of a study: it has no run.json; give the --out of specq study --part"
+            )
+        if run["study"] != runs[0]["study"]:
+            raise SpecqError(f"{path} belongs to another study than {parts[0]}: their configurations or weights differ")
+    versions = sorted({", ".join(f"{k} {v}" for k, v in r["versions"].items()) for r in runs})
+    reporter = Reporter(quiet)
+    if len(versions) > 1:
+        reporter.note(f"the parts were made under different versions, so last bits may differ: {'; '.join(versions)}")
+    stored = runs[0]["configuration"] | {k: v for k, v in replacing.items() if v is not None}
+    pair = pairs.find(stored["pair"], stored["target"], stored["draft"])
+    stored |= {"target_sha256": None, "draft_sha256": None} | fingerprints(pair, stored["random_weights"])
+    config = make_config(**stored)
+    if not same_study(config, runs[0]["configuration"]):
+        raise SpecqError("the models or prompts given here are not those the parts were made with")
+    _run(config, runs[0]["directories"], out, overwrite, reporter, sources=list(parts))
 
 
 def show(out: Path, directories: dict[str, str]) -> None:
@@ -85,7 +200,7 @@ def show(out: Path, directories: dict[str, str]) -> None:
             f"report: {sub / 'report.html'}\nJSON:   {sub / 'recommendation.json'}", soft_wrap=True, markup=False
         )
     console.print(
-        f"all figures: {out / 'study.json'}, {out / 'positions.parquet'}, {out / 'texts.parquet'}",
+        printable(f"all figures: {out / 'study.json'}, {out / 'positions.parquet'}, {out / 'texts.parquet'}"),
         soft_wrap=True,
         markup=False,
     )
@@ -149,5 +264,5 @@ def answer_table(rec: Recommendation) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, value in rows:
-        table.add_row(escape(name), escape(value))
+        table.add_row(escape(name), escape(printable(value)))
     return table

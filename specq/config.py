@@ -28,9 +28,13 @@ class RunConfig(BaseModel):
     draft: str | None = None
     ngram: tuple[int, int] = (2, 5)
     random_weights: bool = False
+    target_sha256: str | None = Field(None, description="fingerprint of local weights; null for a hub id")
+    draft_sha256: str | None = None
     dtypes: tuple[str, ...] = ("fp8_e4m3",)
     prompts: str | None = None
     prompts_sha256: str | None = None
+    undecodable: Literal["refuse", "skip"] = "refuse"
+    chat: Literal["template", "raw"] = "template"
     num_prompts: int = Field(64, ge=1)
     prompt_tokens: int = Field(1024, ge=1)
     output_tokens: int = Field(256, ge=2)
@@ -106,14 +110,31 @@ class StudyConfig(RunConfig):
         return self
 
 
+def identity(config: RunConfig) -> dict[str, Any]:
+    """What two studies (or rollouts) have in common when they are the same one: the configuration, content for paths."""
+    values = config.model_dump(mode="json")
+    return {k: v for k, v in values.items() if values.get(f"{k}_sha256") is None}
+
+
+def same_study(config: RunConfig, stored: Any) -> bool:  # noqa: ANN401 - JSON from a file
+    """Whether a configuration read from the files of a study or rollout describes the same one."""
+    try:
+        return identity(type(config).model_validate(stored)) == identity(config)
+    except ValidationError:  # written by another version
+        return False
+
+
 def file_digest(path: str | None) -> str | None:
-    """sha256 of a file the configuration depends on, or None."""
-    if path is None:
+    """sha256 of a file the configuration depends on, or None where there is no path."""
+    if not isinstance(path, str):
         return None
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError as error:
-        raise SpecqError(f"cannot read {path}: {error.strerror or error}") from error
+        if Path(path).exists() and not Path(path).is_file():
+            raise SpecqError(f"cannot read {path}: it is not a regular file")
+        with Path(path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise SpecqError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def cost_digest(cost: str) -> str | None:
@@ -131,7 +152,7 @@ def make_config(kind: type[Config] = StudyConfig, /, **options: Any) -> Config: 
     given = {k: v for k, v in options.items() if v is not None}
     given["prompts_sha256"] = file_digest(given.get("prompts"))
     given["calibrate_sha256"] = file_digest(given.get("calibrate"))
-    if "cost" in given:
+    if isinstance(given.get("cost"), str):
         given["cost_sha256"] = cost_digest(given["cost"])
     return validated(given, kind)
 

@@ -11,7 +11,10 @@ from specq.errors import SpecqError
 
 @dataclass(frozen=True)
 class CycleCounts:
-    """drafts: cycles that drafted; drafted, accepted: tokens; per_position: cycles whose first i+1 drafts were accepted."""
+    """drafts: cycles that drafted; drafted, accepted: tokens; per_position: cycles whose first i+1 drafts were accepted.
+
+    `per_position` is empty where it was not counted.
+    """
 
     drafts: int
     drafted: int
@@ -23,13 +26,15 @@ class CycleCounts:
         first = self.per_position[0] if self.per_position else 0
         if min(self.drafts, self.drafted, self.accepted, *self.per_position, 0) < 0:
             raise SpecqError("inconsistent counts: a count is negative")
-        if not falling or sum(self.per_position) != self.accepted or first > self.drafts:
+        if self.per_position and (not falling or sum(self.per_position) != self.accepted or first > self.drafts):
             raise SpecqError(
                 f"inconsistent counts: per-position {list(self.per_position)} must not rise, must start at most at"
                 f" {self.drafts} drafts and must sum to {self.accepted} accepted"
             )
-        if self.accepted > self.drafted:
-            raise SpecqError(f"inconsistent counts: {self.accepted} accepted of {self.drafted} drafted")
+        if self.accepted > self.drafted or (self.drafted and not self.drafts):
+            raise SpecqError(
+                f"inconsistent counts: {self.accepted} accepted of {self.drafted} drafted in {self.drafts} cycles"
+            )
 
     @classmethod
     def of_cycles(cls, verdicts: Sequence[Sequence[bool]]) -> "CycleCounts":
@@ -62,5 +67,5 @@ class CycleCounts:
     @property
     def conditional(self) -> list[float | None]:
         """S_k / S_(k-1), None where no cycle came that far."""
-        before = (self.drafts, *self.per_position[:-1])
-        return [n / b if b else None for n, b in zip(self.per_position, before, strict=True)]
+        before = (self.drafts, *self.per_position)
+        return [n / b if b else None for n, b in zip(self.per_position, before, strict=False)]

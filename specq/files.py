@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from specq.prompts import Text
 
+STUDY = "study.json"
+
 
 def finite(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     """The same JSON value with NaN and infinities replaced by None, and numpy scalars by Python's."""
@@ -30,15 +32,14 @@ def finite(value: Any) -> Any:  # noqa: ANN401 - any JSON value
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    if isinstance(value, str):  # half of a surrogate pair (a file name, say) is no text
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
     return value
 
 
 def write_json(path: Path, value: Any) -> None:  # noqa: ANN401
     """Strict JSON (no NaN, no Infinity), written beside and renamed."""
-    text = json.dumps(finite(value), indent=2, allow_nan=False, ensure_ascii=False)
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    write_text(path, json.dumps(finite(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> Any:  # noqa: ANN401
@@ -62,28 +63,46 @@ def write_parquet(path: Path, columns: Mapping[str, Sequence], metadata: Mapping
     pq.write_table(table, path, compression="zstd")
 
 
-def refuse_foreign(out: Path, summary: str = "study.json") -> None:
+def write_text(path: Path, text: str) -> None:
+    """A UTF-8 text file, written beside and renamed."""
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def to_arrow(values: np.ndarray) -> "np.ndarray | pa.Array":
+    """A parquet column; [rows, n] becomes lists of fixed length n."""
+    import pyarrow as pa
+
+    return values if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(values.ravel(), values.shape[1])
+
+
+def from_arrow(column: "pa.ChunkedArray") -> np.ndarray:
+    """The inverse of `to_arrow`."""
+    import pyarrow as pa
+
+    if not pa.types.is_fixed_size_list(column.type):
+        return column.to_numpy()
+    flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    return flat.reshape(-1, column.type.list_size)
+
+
+def refuse_foreign(out: Path, summary: str = STUDY) -> None:
     """Raises SpecqError when `out` holds something else than what `summary` belongs to, which nothing here may replace."""
-    if out.exists() and not (out / summary).is_file() and (not out.is_dir() or any(out.iterdir())):
+    ours = (STUDY, "run.json") if summary == STUDY else (summary,)  # a part of a study is its pieces
+    if not out.exists() or any((out / name).is_file() for name in ours):
+        return
+    if not out.is_dir() or any(out.iterdir()):
         raise SpecqError(f"{out} exists and is no {Path(summary).stem}; choose another --out")
 
 
 @contextmanager
-def whole_directory(out: Path, overwrite: bool, summary: str = "study.json") -> Iterator[Path]:
-    """Work in `<out>.partial/` and rename it to `out` when the block ends without an exception.
-
-    On a failure the partial directory is removed and `out` stays as it was. A second study into the same directory is
-    refused while the first one runs; what a killed one left is cleared. `overwrite` replaces its own kind only, known by the
-    file `summary`: any other directory that holds something is refused.
-    """
-    refuse_foreign(out, summary)
-    partial = out.with_name(out.name + ".partial")
-    with _sole_writer(out):
-        yield from _work_in(partial, out, overwrite)
-
-
-@contextmanager
-def _sole_writer(out: Path) -> Iterator[None]:
+def sole_writer(out: Path) -> Iterator[None]:
+    """Hold the lock of `out`; SpecqError when another process does. It ends with the process, however that ends."""
     path = out.with_name(out.name + ".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,25 +112,42 @@ def _sole_writer(out: Path) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # the file may have been removed, or made anew, between opening and locking it
+            same = path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())
         except OSError:
-            raise SpecqError(f"another study is being written to {out}; wait for it or choose another --out") from None
+            same = False
+        if not same:
+            raise SpecqError(f"another study is being written to {out}; wait for it or choose another --out")
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
 
 
-def _work_in(partial: Path, out: Path, overwrite: bool) -> Iterator[Path]:
-    try:
+@contextmanager
+def whole_directory(out: Path, overwrite: bool, summary: str = STUDY) -> Iterator[Path]:
+    """For short work: a directory `<out>.partial/` that is renamed to `out` when the block ends well, and removed if not.
+
+    `overwrite` replaces its own kind only, known by the file `summary`: any other directory that holds something is refused.
+    """
+    refuse_foreign(out, summary)
+    partial = out.with_name(out.name + ".partial")
+    with sole_writer(out):
+        if (partial / "run.json").is_file():
+            raise SpecqError(f"{partial} holds an interrupted study; finish it with --resume or choose another --out")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-    except OSError as error:
-        raise SpecqError(f"cannot write to {partial}: {error.strerror or error}") from error
-    try:
-        yield partial
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        try:
+            partial.mkdir()
+            yield partial
+            replace_directory(partial, out, overwrite)
+        except OSError as error:
+            raise SpecqError(f"cannot write to {partial}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def replace_directory(partial: Path, out: Path, overwrite: bool) -> None:
+    """Rename `partial` to `out`; with `overwrite`, in the place of what was there."""
     if out.exists() and overwrite:
         shutil.rmtree(out)
     os.replace(partial, out)
@@ -133,36 +169,75 @@ def write_texts(path: Path, texts: "Sequence[Text]") -> None:
     )
 
 
-def write_positions(path: Path, everything: Sequence[tuple]) -> None:
+def write_positions(path: Path, rows: Iterable[Mapping[str, np.ndarray]]) -> None:
     """positions.parquet: one row per arm, prompt and position (1 = the second new token, the chain's first).
 
-    `everything` holds (texts, columns per arm, analysis, kind of text) for each set of texts.
+    `rows` are columns of consecutive rows, written as they come: a row group each, and no more than one in memory.
     """
-    parts: dict[str, list] = {}
-    for texts, columns, done, kind in everything:
-        lengths = done.lengths
-        shared = {
-            "text": np.full(int(lengths.sum()), kind),
-            "prompt": np.repeat([t.prompt.id for t in texts], lengths),
-            "group": np.repeat([t.prompt.group or "" for t in texts], lengths),
-            "position": np.concatenate([np.arange(1, n + 1) for n in lengths]),
-            "context_len": np.concatenate(
-                [len(t.prompt.tokens) + np.arange(1, n + 1) for t, n in zip(texts, lengths, strict=True)]
-            ),
-            "token": done.tokens,
-        }
-        for arm, cols in columns.items():
-            rows = {"arm": np.full(int(lengths.sum()), arm)} | shared | dict(cols) | {"b": done.arms[arm].b}
-            for name, values in rows.items():
-                parts.setdefault(name, []).append(np.asarray(values))
-    write_parquet(path, {name: _rows(np.concatenate(chunks)) for name, chunks in parts.items()})
-
-
-def _rows(values: np.ndarray) -> "np.ndarray | pa.Array":
-    """A parquet column; [rows, n] becomes lists of fixed length n."""
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    return values if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(values.ravel(), values.shape[1])
+    writer = None
+    try:
+        for columns in rows:
+            table = pa.table({name: to_arrow(values) for name, values in columns.items()})
+            writer = writer or pq.ParquetWriter(path, table.schema, compression="zstd")
+            writer.write_table(table, row_group_size=1 << 30)
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def position_rows(
+    texts: "Sequence[Text]", columns: Mapping[str, np.ndarray], b: np.ndarray, arm: str, kind: str
+) -> dict[str, np.ndarray]:
+    """Rows of positions.parquet for some texts under one arm; `b` and `columns` hold their positions."""
+    lengths = np.array([t.positions for t in texts])
+    total = int(lengths.sum())
+    return {
+        "arm": np.full(total, arm),
+        "text": np.full(total, kind),
+        "prompt": np.repeat([t.prompt.id for t in texts], lengths),
+        "group": np.repeat([t.prompt.group or "" for t in texts], lengths),
+        "position": np.concatenate([np.arange(1, n + 1) for n in lengths]),
+        "context_len": np.concatenate(
+            [len(t.prompt.tokens) + np.arange(1, n + 1) for t, n in zip(texts, lengths, strict=True)]
+        ),
+        "token": np.concatenate([np.array(t.response[1:]) for t in texts]),
+        **columns,
+        "b": b,
+    }
+
+
+class PositionFile(Mapping[str, np.ndarray]):
+    """positions.parquet as columns in the order of its rows, each read when it is asked for; equal strings are one object.
+
+    A study of a million tokens has gigabytes of them, and what reads them wants one or two at a time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow.parquet as pq
+
+        self.path = path
+        self.names = pq.read_schema(path).names
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if name not in self.names:
+            raise KeyError(name)
+        column = pq.read_table(self.path, columns=[name], read_dictionary=[name]).column(0)
+        if not pa.types.is_dictionary(column.type):
+            return from_arrow(column)
+        chunks = [np.array(c.dictionary.to_pylist(), dtype=object)[c.indices.to_numpy()] for c in column.chunks]
+        return np.concatenate(chunks) if chunks else np.array([], dtype=object)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> dict[str, np.ndarray]:
@@ -179,11 +254,4 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> dict[str, 
         raise SpecqError(f"cannot read {path}: {error.strerror or error}") from error
     except pa.ArrowInvalid as error:
         raise SpecqError(f"{path} is damaged: {error}") from error
-    out = {}
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        if pa.types.is_fixed_size_list(column.type):
-            flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
-            out[name] = flat.reshape(-1, column.type.list_size)
-        else:
-            out[name] = column.to_numpy(zero_copy_only=False)
-    return out
+    return {name: from_arrow(table.column(name)) for name in table.column_names}

@@ -12,7 +12,7 @@ from specq.errors import SpecqError
 from specq.kv import KVFormat
 from specq.kv.cache import LayerScales
 from specq.kv.calibration import measure_range
-from specq.models import LoadedModel, Vocabulary, check_pair, load, load_random
+from specq.models import Examined, LoadedModel, Vocabulary, check_pair, examine, geometry_of, load, load_random
 from specq.ngram import NgramLookup
 from specq.progress import Reporter
 from specq.prompts import Prompt, PromptReport, Record, Text
@@ -48,20 +48,19 @@ def load_models(config: RunConfig, reporter: Reporter) -> tuple[pairs.Pair, Mode
     if config.device == "cuda":
         if not torch.cuda.is_available():
             raise SpecqError("--device cuda: PyTorch sees no CUDA device here; use --device cpu")
+    sides = {"target": pair.target} | ({"draft": pair.draft} if pair.draft.is_model else {})
     if config.random_weights:
-        sides = {s: weights.config_of_side(s) for s in (pair.target, pair.draft) if s.is_model}
+        where = {role: side.source for role, side in sides.items()}
+        configs = {role: weights.config_of_side(side) for role, side in sides.items()}
+        found = {role: Examined(c, geometry_of(c)) for role, c in configs.items()}
         reporter.note(f"building {pair.name} with random weights")
-        built = {s.source: load_random(s.source, c, config.device, i) for i, (s, c) in enumerate(sides.items())}
-        target, other = built[pair.target.source], built.get(pair.draft.source)
     else:
-        where = pairs.locate(pair)
-        reporter.note(f"loading {pair.name}: {Path(where[0]).name} and {Path(where[1]).name}")
-        target = load(where[0], config.device)
-        other = load(where[1], config.device) if pair.draft.is_model else None
-    draft = NgramLookup(*config.ngram) if pair.draft.source == pairs.NGRAM else other or target
-    models = Models(target, draft, check_pair(target, other or target))
+        where = dict(zip(("target", "draft"), pairs.locate(pair), strict=True))
+        reporter.note(f"loading {pair.name}: {Path(where['target']).name} and {Path(where['draft']).name}")
+        found = {role: examine(where[role]) for role in sides}
+    vocabulary = check_pair(found["target"], found.get("draft", found["target"]))
     needed = config.prompt_tokens + config.output_tokens
-    for role, model in models.by_role.items():
+    for role, model in found.items():
         if role == "draft" and isinstance(config, RolloutConfig):
             continue  # a rollout stops drafting where the draft's positions end, and counts that
         if needed > model.geometry.max_positions:
@@ -69,7 +68,18 @@ def load_models(config: RunConfig, reporter: Reporter) -> tuple[pairs.Pair, Mode
                 f"the {role} has {model.geometry.max_positions} positions and the study needs {needed} (--prompt-tokens"
                 f" {config.prompt_tokens} + --output-tokens {config.output_tokens})"
             )
-    return pair, models
+
+    def made(role: str) -> LoadedModel:
+        if config.random_weights:
+            return load_random(where[role], found[role].config, config.device, seed=role == "draft")
+        return load(where[role], config.device, found[role])
+
+    target = made("target")
+    if pair.draft.source == pairs.NGRAM:
+        draft = NgramLookup(*config.ngram)
+    else:
+        draft = made("draft") if pair.draft.is_model and where["draft"] != where["target"] else target
+    return pair, Models(target, draft, vocabulary)
 
 
 def resolve_sampling(config: RunConfig, target: LoadedModel) -> tuple[Transform, Transform]:
@@ -94,7 +104,12 @@ def prompt_source(config: RunConfig) -> str:
 
 
 def choose_prompts(
-    config: RunConfig, models: Models, records: list[Record], report: PromptReport, given: bool = False
+    config: RunConfig,
+    models: Models,
+    records: list[Record],
+    report: PromptReport,
+    reporter: Reporter,
+    given: bool = False,
 ) -> tuple[list[Prompt], list[Prompt]]:
     """(prompts to score, prompts left over from the default set for calibration); with `given`, those that have responses."""
     spare = 0 if config.prompts else CALIBRATION_PROMPTS
@@ -102,18 +117,40 @@ def choose_prompts(
         found = _random_prompts(config, models.vocabulary.size, config.num_prompts + spare)
         report.source, report.records = "random tokens", len(found)
         return found[: config.num_prompts], found[config.num_prompts :]
-    found = prompts.encode_prompts(
-        records,
-        report,
-        models.target.tokenizer,
-        count=config.num_prompts + spare,
-        prompt_tokens=config.prompt_tokens,
-        vocabulary=models.vocabulary.size,
-        seed=config.seed,
-        given=given,
-        max_response=config.output_tokens,
-    )
+    with reporter.task("tokenising prompts", len(records)) as done:
+        found = prompts.encode_prompts(
+            records,
+            report,
+            models.target.tokenizer,
+            count=config.num_prompts + spare,
+            prompt_tokens=config.prompt_tokens,
+            vocabulary=models.vocabulary.size,
+            seed=config.seed,
+            given=given,
+            max_response=config.output_tokens,
+            chat=config.chat,
+            progress=done,
+        )
+    if report.skipped:
+        reporter.note(f"skipped {len(report.skipped)} records of {report.source}:\n{report.table()}")
     return found[: config.num_prompts], found[config.num_prompts :]
+
+
+def prompt_warnings(config: RunConfig, prompts: Sequence[Prompt], report: PromptReport) -> list[str]:
+    """What a reader should know about the prompt file: records skipped, and a shortfall."""
+    out = []
+    if report.skipped:
+        line, why = min(report.skipped)
+        out.append(
+            f"{len(report.skipped)} records of the prompt file were skipped (first: line {line}, {why}); the JSON lists them"
+        )
+    if len(report.shapes) > 1:
+        shapes = ", ".join(f"{n} with {key}" for key, n in report.shapes.most_common())
+        out.append(f"the prompt file mixes shapes of records: {shapes}")
+    if len(prompts) < config.num_prompts:
+        short = f", {report.too_short} were shorter than {config.prompt_tokens} tokens" if report.too_short else ""
+        out.append(f"{len(prompts)} usable prompts where {config.num_prompts} were asked for{short}")
+    return out
 
 
 def _random_prompts(config: RunConfig, vocabulary: int, count: int) -> list[Prompt]:
@@ -137,7 +174,7 @@ def calibrate(
     if not wanted:
         return {}
     if config.calibrate:
-        records, report = prompts.read_records(config.calibrate)
+        records, report = prompts.read_records(config.calibrate, config.undecodable)
         found = prompts.encode_prompts(
             records,
             report,
@@ -146,6 +183,7 @@ def calibrate(
             prompt_tokens=config.prompt_tokens,
             vocabulary=models.vocabulary.size,
             seed=config.seed,
+            chat=config.chat,
         )
         taken = {p.tokens for p in scored}
         spare = [p for p in found if p.tokens not in taken][:CALIBRATION_PROMPTS]

@@ -1,33 +1,37 @@
 """Loading models and everything specq must know about them before the first forward pass.
 
-`load` gives a `LoadedModel`: an ordinary transformers model whose attention is specq's, its tokenizer, its KV geometry
-and the static KV scales of its checkpoint. `check_pair` decides whether two models may speak for one another.
+`examine` reads a model directory or GGUF file without its weights: files, geometry, tokenizer. `check_pair` decides
+whether two models may speak for one another. `load` gives a `LoadedModel`: an ordinary transformers model whose attention
+is specq's, with the static KV scales of its checkpoint; `load_random` needs a configuration alone. Nothing here goes to the
+network, runs code of a checkpoint or reads a pickle.
 """
 
 import inspect
-import json
-import re
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stderr
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from io import StringIO
-from pathlib import Path
-from typing import Any
+from math import prod
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from specq import weights
-from specq.errors import SpecqError
+from specq.checkpoint import GGUF, PLAIN, Checkpoint, open_checkpoint, read_json_object, staged
+from specq.errors import SpecqError, first_line
 from specq.kv import KVFormat, attention
 from specq.kv.cache import LayerScales, QuantizedCache, QuantizedLayer
 from specq.kv.paged import Backend, PagedLayer, kernel_backend
 from specq.shape import ModelShape, shape_of
 
-# Names under which checkpoints keep a layer's KV scales: attention module, vLLM's inner `attn`, or the projection.
-_SCALE_NAME = re.compile(r"\.layers\.(\d+)\.(?:self_attn|attention)\.(?:attn\.)?(?:[kvq]_proj\.)?([kvq])_scale$")
+SAMPLING = ("temperature", "top_k", "top_p")
+# generation_config settings that vLLM applies by default and specq does not model, with their values that do nothing
+UNMODELLED = {"repetition_penalty": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_GGUF_FILE = {"gguf_file": f"model{GGUF}"}  # as `staged` names it
+PLAIN_DTYPES = tuple(PLAIN.values())
 
 
 @dataclass(frozen=True)
@@ -51,17 +55,45 @@ class Geometry:
 def geometry_of(config: Any) -> Geometry:  # noqa: ANN401 - transformers configs have no common static type
     """Geometry from a transformers config (nested text configs included).
 
-    Raises SpecqError for latent-attention (MLA) models, whose cache is not K and V per head.
+    Raises SpecqError for latent-attention (MLA) models, whose cache is not K and V per head, for models with layers that
+    have no KV cache, and for sizes that make no sense.
     """
     text = config.get_text_config()
-    for key in ("kv_lora_rank", "qk_rope_head_dim"):
-        if getattr(text, key, None) is not None:
-            raise SpecqError(f"models with latent KV attention ({key}, MLA) are not supported: their cache is no K/V")
-    heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    positions = getattr(text, "max_position_embeddings", None) or 1 << 30
-    return Geometry(text.num_hidden_layers, heads, kv_heads, head_dim, text.hidden_size, text.vocab_size, positions)
+    latent = [k for k in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim") if getattr(text, k, None) is not None]
+    if latent:
+        raise SpecqError(
+            f"models with latent KV attention (MLA; config.json has {', '.join(latent)}) are not supported: what they cache is"
+            " one compressed vector per token, not K and V per head"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise SpecqError("encoder-decoder models are not supported; a decoder-only causal LM is needed")
+    kinds = {str(k) for k in getattr(text, "layer_types", None) or ()}
+    if strange := sorted(k for k in kinds if "attention" not in k or "linear" in k):
+        raise SpecqError(f"models with layers of type {', '.join(strange)} are not supported: those keep no K and V")
+    heads = getattr(text, "num_attention_heads", None)
+    kv_heads = getattr(text, "num_key_value_heads", None)
+    sizes = {
+        "num_hidden_layers": getattr(text, "num_hidden_layers", None),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if kv_heads is None else kv_heads,
+        "hidden_size": getattr(text, "hidden_size", None),
+        "vocab_size": getattr(text, "vocab_size", None),
+        "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 1 << 30,
+    }
+    bad = {k: v for k, v in sizes.items() if not isinstance(v, int) or isinstance(v, bool) or not 0 < v < 1 << 31}
+    if bad:
+        raise SpecqError(
+            f"config.json describes no decoder with K and V: {', '.join(f'{k} is {v!r:.40}' for k, v in bad.items())}"
+        )
+    layers, heads, kv_heads, hidden, vocab, positions = sizes.values()
+    head_dim = getattr(text, "head_dim", None)
+    if head_dim is None:
+        if hidden % heads:
+            raise SpecqError(f"hidden_size {hidden} is no multiple of {heads} heads and config.json gives no head_dim")
+        head_dim = hidden // heads
+    if heads % kv_heads or not isinstance(head_dim, int) or not 0 < head_dim < 1 << 16:
+        raise SpecqError(f"{heads} query heads over {kv_heads} KV heads of {head_dim!r:.40} elements make no attention")
+    return Geometry(layers, heads, kv_heads, head_dim, hidden, vocab, positions)
 
 
 @dataclass
@@ -69,8 +101,8 @@ class LoadedModel:
     """A model ready to score.
 
     `width` is the number of logits per position; `scales` has one LayerScales per layer (1.0 where nothing was given);
-    `sampling_defaults` are the temperature, top_k and top_p of its generation_config, where it has any. `tokenizer` is None
-    where the weights are random; `weight_quantization` names how the checkpoint's weights are quantized, if they are.
+    `sampling_defaults` are the temperature, top_k and top_p of its generation_config, where it has any; `notes` are
+    what a reader of the results should know about the checkpoint. Random weights have no tokenizer and no checkpoint.
     """
 
     name: str
@@ -83,7 +115,8 @@ class LoadedModel:
     compute_dtype: torch.dtype
     checkpoint_dtype: str
     parameters: int
-    weight_quantization: str | None = None
+    checkpoint: Checkpoint | None
+    notes: list[str] = field(default_factory=list)
     cache_keyword: str = field(default="cache")
 
     @property
@@ -157,41 +190,96 @@ class LoadedModel:
             progress(float(counts.sum()))
 
 
-def _checkpoint_scales(path: Path, layers: int) -> list[LayerScales]:
-    """Static K, V and query scales found in a local checkpoint's safetensors files; 1.0 elsewhere."""
+def _checkpoint_scales(checkpoint: Checkpoint, geometry: Geometry) -> list[LayerScales]:
+    """Static K, V and query scales of a checkpoint; 1.0 elsewhere. Raises SpecqError for scales that are no scales."""
     found: dict[int, dict[str, torch.Tensor]] = {}
-    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else []:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - safe_open is not a mapping
-                if (hit := _SCALE_NAME.search(name)) and int(hit[1]) < layers:
-                    found.setdefault(int(hit[1]), {})[hit[2]] = tensors.get_tensor(name).float().reshape(-1)
-    scales = [LayerScales() for _ in range(layers)]
+    for name, (layer, part) in checkpoint.kv_scales.items():
+        if layer >= geometry.layers:
+            continue
+        with safe_open(checkpoint.tensors[name].file, framework="pt") as tensors:
+            value = tensors.get_tensor(name).float().reshape(-1)
+        if len(value) not in (1, geometry.heads if part == "q" else geometry.kv_heads):
+            raise SpecqError(f"{checkpoint.directory}: {name} has {len(value)} values, neither one nor one per head")
+        if not (torch.isfinite(value).all() and (value > 0).all()):
+            raise SpecqError(
+                f"{checkpoint.directory}: {part}_scale of layer {layer} ({name}) is {value.tolist()}, not a positive number"
+            )
+        for one in part if part == "kv" else (part,):
+            found.setdefault(layer, {})[one] = value
+    scales = [LayerScales() for _ in range(geometry.layers)]
     for layer, parts in found.items():
         for part, value in parts.items():
-            if not (torch.isfinite(value).all() and (value > 0).all()):
-                raise SpecqError(f"{path}: {part}_scale of layer {layer} is {value.tolist()}, not a positive number")
-            # one number per tensor, or one per KV head
             setattr(scales[layer], part, value.view(1, -1, 1, 1))
         scales[layer].source = "checkpoint" if {"k", "v"} <= parts.keys() else "one"
     return scales
 
 
-def _read_tokenizer(source: str) -> Any:  # noqa: ANN401
-    where, more = weights.gguf_arguments(source)
-    try:
-        return AutoTokenizer.from_pretrained(where, **more)
-    except Exception as error:  # transformers raises many kinds here; the reason is in the text
-        raise SpecqError(f"no usable tokenizer in {source}: {_first_line(error)}") from error
+class Described(Protocol):
+    """What `check_pair` needs to know of a model, loaded or only examined; random weights have no tokenizer."""
+
+    tokenizer: Any
+    geometry: Geometry
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+@dataclass
+class Examined:
+    """A model without its weights: transformers config, geometry; checked files and tokenizer unless it will be random."""
+
+    config: Any
+    geometry: Geometry
+    checkpoint: Checkpoint | None = None
+    tokenizer: Any = None
 
 
 def _prepare() -> None:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     attention.register()
+
+
+@contextmanager
+def _readable(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, str]]]:
+    """(directory, further arguments) that the library reads configuration and tokenizer with."""
+    if not checkpoint.is_gguf:
+        yield str(checkpoint.directory), {}
+        return
+    with staged(checkpoint) as view:
+        yield str(view), _GGUF_FILE
+
+
+def examine(source: str) -> Examined:
+    """Read everything of a model directory or GGUF file but its weights. Raises SpecqError when it cannot be used."""
+    _prepare()
+    checkpoint = open_checkpoint(source)
+    with _readable(checkpoint) as (where, more):
+        config = weights.read_config(source, checkpoint.config, where, **more)
+        geometry = geometry_of(config)
+        if not checkpoint.is_gguf:
+            _refuse_implausible(checkpoint, config, geometry)
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            raise SpecqError(f"{source} holds a {config.model_type} model, which transformers knows no causal LM for")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(where, **more, **weights.LOCAL)
+        except Exception as error:  # transformers raises many kinds here; the reason is in the text
+            raise SpecqError(f"no usable tokenizer in {source}: {first_line(error)}") from error
+    return Examined(config, geometry, checkpoint, tokenizer)
+
+
+def _refuse_implausible(checkpoint: Checkpoint, config: Any, geometry: Geometry) -> None:  # noqa: ANN401
+    """Raises SpecqError when config.json describes a far larger model than the weights hold.
+
+    transformers would allocate what config.json says before it noticed. The count is a lower bound on the described
+    model; the weights may be packed 8 to one element.
+    """
+    inner = getattr(config.get_text_config(), "intermediate_size", None)
+    per_layer = geometry.hidden * (geometry.heads * geometry.head_dim + (inner if isinstance(inner, int) else 0))
+    described = geometry.vocab * geometry.hidden + geometry.layers * per_layer
+    stored = sum(prod(t.shape) for t in checkpoint.tensors.values())
+    if described > 16 * stored or geometry.layers > len(checkpoint.tensors):
+        raise SpecqError(
+            f"config.json in {checkpoint.directory} describes at least {described:,} parameters in {geometry.layers} layers,"
+            f" and the weights hold {stored:,} in {len(checkpoint.tensors)} tensors; they do not belong together"
+        )
 
 
 def load_random(name: str, config: Any, device: str = "cpu", seed: int = 0) -> LoadedModel:  # noqa: ANN401
@@ -202,11 +290,9 @@ def load_random(name: str, config: Any, device: str = "cpu", seed: int = 0) -> L
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
-    model = model.eval().requires_grad_(False)
-    accepted = inspect.signature(model.forward).parameters
     return LoadedModel(
         name=name,
-        model=model,
+        model=model.eval().requires_grad_(False),
         tokenizer=None,
         geometry=geometry,
         scales=[LayerScales() for _ in range(geometry.layers)],
@@ -215,60 +301,159 @@ def load_random(name: str, config: Any, device: str = "cpu", seed: int = 0) -> L
         compute_dtype=dtype,
         checkpoint_dtype="random",
         parameters=sum(p.numel() for p in model.parameters()),
-        cache_keyword="cache" if "cache" in accepted else "past_key_values",
+        checkpoint=None,
+        cache_keyword=_cache_keyword(model),
     )
 
 
-def load(source: str, device: str = "cpu") -> LoadedModel:
-    """Load a model directory, a .gguf file or an already downloaded hub id with specq's attention.
+def _cache_keyword(model: torch.nn.Module) -> str:
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _compute_dtype(checkpoint: Checkpoint, device: str, notes: list[str]) -> tuple[torch.dtype, str]:
+    """(dtype to compute in, name of the checkpoint's own dtype): what config.json states, then what is stored."""
+    stated, stored = checkpoint.stated_dtypes, checkpoint.stored_dtype
+    own = stated.get("dtype") or stated.get("torch_dtype") or stored or "bfloat16"
+    if len(set(stated.values())) > 1:
+        notes.append(
+            f"{checkpoint.directory}: config.json has dtype {stated['dtype']} and torch_dtype {stated['torch_dtype']}; {own}"
+            " is taken, as transformers does"
+        )
+    if own not in PLAIN_DTYPES:
+        raise SpecqError(
+            f"{checkpoint.directory}: config.json states the dtype {own!r}; known are {', '.join(PLAIN_DTYPES)}"
+        )
+    if stored and stored != own and checkpoint.weight_quantization is None:
+        notes.append(
+            f"{checkpoint.directory}: weights are stored in {stored} and config.json states {own}: it serves as {own}"
+        )
+    return (torch.float32 if device == "cpu" else getattr(torch, own)), own
+
+
+def _quantization(examined: Examined, device: str) -> str | None:
+    """The weights' quantization, if transformers can run it here as it is. Raises SpecqError otherwise.
+
+    A quantization_config that concerns the KV cache alone is taken off the config: the weights are plain then. What a GGUF
+    file holds becomes plain floats when it is read.
+    """
+    checkpoint, config = examined.checkpoint, examined.config
+    method = checkpoint.weight_quantization
+    if method is None:
+        for part in (config, config.get_text_config()):
+            if getattr(part, "quantization_config", None) is not None:
+                del part.quantization_config
+        return None
+    if checkpoint.is_gguf:
+        return None
+    weights.refuse_dequantized(checkpoint, method, device)
+    return method
+
+
+def load(source: str, device: str = "cpu", examined: Examined | None = None) -> LoadedModel:
+    """Load a model directory or a .gguf file with specq's attention; `examined` saves reading it twice.
 
     On a CPU it computes in float32, on a GPU in the checkpoint's dtype. Raises SpecqError with the reason when the
     directory holds no loadable causal LM, or quantized weights that would not run as they are.
     """
     _prepare()
-    where, more = weights.gguf_arguments(source)
+    examined = examined or examine(source)
+    checkpoint, config, geometry = examined.checkpoint, examined.config, examined.geometry
+    notes: list[str] = []
+    dtype, own_dtype = _compute_dtype(checkpoint, device, notes)
+    method = _quantization(examined, device)
+    config.transformers_weights = None  # a file name of the checkpoint's choice
+    kind = _GGUF_FILE if checkpoint.is_gguf else {"use_safetensors": True}
     try:
-        config = AutoConfig.from_pretrained(where, **more)
-    except Exception as error:
-        raise SpecqError(f"cannot read a model configuration from {source}: {_first_line(error)}") from error
-    geometry = geometry_of(config)
-    weights.refuse_dequantized(config, device, source)
-    quantization = weights.quantization_of(config, source)
-    stated = getattr(config, "dtype", None)
-    dtype = torch.float32 if device == "cpu" else (stated or torch.bfloat16)
-    try:
-        with redirect_stderr(StringIO()) if more else nullcontext():  # its bar for GGUF files cannot be switched off
-            model = AutoModelForCausalLM.from_pretrained(
-                where,
+        # the bar for GGUF files cannot be switched off
+        with staged(checkpoint) as view, redirect_stderr(StringIO()) if checkpoint.is_gguf else nullcontext():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                str(view),
                 config=config,
                 dtype=dtype,
                 attn_implementation=attention.NAME,
-                **(more or {"use_safetensors": True}),
+                output_loading_info=True,
+                device_map=device if method else None,  # quantized weights must meet their device at once
+                **kind,
+                **weights.LOCAL,
             )
     except Exception as error:
-        raise SpecqError(f"cannot load the weights in {source}: {_first_line(error)}") from error
-    weights.check_still_quantized(model, quantization, source)
-    model = model.eval().requires_grad_(False).to(device)
-    accepted = inspect.signature(model.forward).parameters
-    generation = model.generation_config
-    eos = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
-    eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    raw = Path(source) / "generation_config.json"
-    given = json.loads(raw.read_text(encoding="utf-8")) if raw.is_file() else generation.to_diff_dict()
+        raise SpecqError(f"cannot load the weights in {source}: {first_line(error)}") from error
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise SpecqError(
+            f"the weights in {source} lack {len(missing)} tensors that config.json calls for, such as {missing[0]}; they would"
+            " be random numbers"
+        )
+    quantizer = getattr(model, "hf_quantizer", None)
+    if method and (quantizer is None or getattr(quantizer.quantization_config, "dequantize", False)):
+        raise weights.dequantized(checkpoint, method, "transformers dequantized them all the same")
+    _note_unused(checkpoint, geometry, info["unexpected_keys"], notes)
+    model = model.eval().requires_grad_(False)
+    if method is None:
+        model = model.to(device)
+    eos, sampling = _generation(examined, model, notes)
     return LoadedModel(
         name=source,
         model=model,
-        tokenizer=_read_tokenizer(source),
+        tokenizer=examined.tokenizer,
         geometry=geometry,
-        scales=_checkpoint_scales(Path(source), geometry.layers),
-        eos_ids=frozenset(eos),
-        sampling_defaults={k: given[k] for k in ("temperature", "top_k", "top_p") if given.get(k) is not None},
+        scales=_checkpoint_scales(checkpoint, geometry),
+        eos_ids=eos,
+        sampling_defaults=sampling,
         compute_dtype=dtype,
-        checkpoint_dtype=str(stated).removeprefix("torch."),
+        checkpoint_dtype=own_dtype,
         parameters=sum(p.numel() for p in model.parameters()),
-        weight_quantization=quantization,
-        cache_keyword="cache" if "cache" in accepted else "past_key_values",
+        checkpoint=checkpoint,
+        notes=notes,
+        cache_keyword=_cache_keyword(model),
     )
+
+
+def _note_unused(checkpoint: Checkpoint, geometry: Geometry, unexpected: set[str], notes: list[str]) -> None:
+    beyond = [n for n, (layer, _) in checkpoint.kv_scales.items() if layer >= geometry.layers]
+    if ignored := [*checkpoint.ignored_scales, *beyond]:
+        notes.append(
+            f"KV scales ignored: {checkpoint.directory} has {len(ignored)} scale tensors under names that are not understood,"
+            f" such as {ignored[0]}"
+        )
+    known = {*ignored, *checkpoint.kv_scales}
+    if other := sorted(n for n in unexpected if n not in known and not n.endswith("inv_freq")):
+        notes.append(f"{len(other)} tensors in {checkpoint.directory} are not used, such as {other[0]}")
+    if checkpoint.kv_cache_format:
+        notes.append(
+            f"{checkpoint.directory} asks for a {checkpoint.kv_cache_format} KV cache (kv_cache_scheme): vLLM's"
+            " --kv-cache-dtype auto means that format here; the BF16 baseline is --kv-cache-dtype bfloat16"
+        )
+
+
+def _generation(
+    examined: Examined, model: torch.nn.Module, notes: list[str]
+) -> tuple[frozenset[int], dict[str, float]]:
+    """(EOS ids, sampling settings): generation_config.json where there is one, else what the model's config implies.
+
+    The tokenizer's EOS ends a text as well, as in vLLM. Raises SpecqError for settings of the wrong type.
+    """
+    path = examined.checkpoint.directory / "generation_config.json"
+    own = path.is_file() and not examined.checkpoint.is_gguf  # a GGUF file speaks for itself alone
+    given = read_json_object(path) if own else model.generation_config.to_diff_dict()
+    eos = given.get("eos_token_id", model.generation_config.eos_token_id)
+    if eos is None:
+        eos = examined.config.get_text_config().eos_token_id
+    ids = [eos] if isinstance(eos, int) else list(eos or ())
+    if examined.tokenizer.eos_token_id is not None:
+        ids.append(examined.tokenizer.eos_token_id)
+    sampling = {k: given[k] for k in SAMPLING if given.get(k) is not None}
+    for name, value in sampling.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+            raise SpecqError(f"{path}: {name} is {value!r:.40}, not a number a sampler can use")
+    if not all(isinstance(i, int) for i in ids):
+        raise SpecqError(f"{path}: eos_token_id is {eos!r:.40}, neither a token id nor a list of them")
+    for name, nothing in UNMODELLED.items():
+        if given.get(name) not in (None, nothing):
+            notes.append(
+                f"generation_config sets {name} {given[name]!r:.20}, which vLLM applies by default and specq does not model"
+            )
+    return frozenset(ids), sampling
 
 
 @dataclass(frozen=True)
@@ -285,7 +470,7 @@ class Vocabulary:
     draft_logits: int
 
 
-def check_pair(target: LoadedModel, draft: LoadedModel) -> Vocabulary:
+def check_pair(target: Described, draft: Described) -> Vocabulary:
     """Common vocabulary of two models.
 
     Raises SpecqError when their token maps differ, naming the first differing id and both strings, or when their
@@ -295,12 +480,16 @@ def check_pair(target: LoadedModel, draft: LoadedModel) -> Vocabulary:
         size = min(target.geometry.vocab, draft.geometry.vocab)
         return Vocabulary(size, size, target.geometry.vocab, draft.geometry.vocab)
     a, b = ({i: t for t, i in m.tokenizer.get_vocab().items()} for m in (target, draft))
-    for i in sorted(a.keys() | b.keys()):
-        if a.get(i) != b.get(i):
-            raise SpecqError(
-                f"target and draft have different tokenizers: id {i} is {a.get(i)!r} in the target and {b.get(i)!r} in"
-                " the draft; speculative decoding compares probabilities id by id and needs one token map"
-            )
+    differing = [i for i in sorted(a.keys() | b.keys()) if a.get(i) != b.get(i)]
+    if differing:
+        i, of = differing[0], len(a.keys() | b.keys())
+        raise SpecqError(
+            f"target and draft have different tokenizers: id {i} is {a.get(i)!r} in the target and {b.get(i)!r} in"
+            f" the draft, and {len(differing):,} of {of:,} ids differ in all; speculative decoding compares probabilities id"
+            " by id and needs one token map. What would do: a draft of the target's own family, or one trained with the"
+            " target's tokenizer; drafting across tokenizers goes through text and is another method, which vLLM's draft"
+            " models do not use"
+        )
     for name in ("bos_token_id", "eos_token_id"):
         x, y = getattr(target.tokenizer, name, None), getattr(draft.tokenizer, name, None)
         if x != y:

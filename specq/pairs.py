@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specq.checkpoint import open_checkpoint
 from specq.errors import SpecqError
 
 _PACKAGE = Path(__file__).parent
@@ -142,8 +143,6 @@ def locate(pair: Pair) -> tuple[str, str]:
             found.append(packaged_gguf(side.source))
             continue
         if side.local:
-            if not (Path(side.source) / "config.json").is_file():
-                raise SpecqError(f"no config.json in {side.source}: this is not a model directory")
             found.append(side.source)
             continue
         try:
@@ -158,14 +157,16 @@ def locate(pair: Pair) -> tuple[str, str]:
 def _from_hub(repo: str) -> str:
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    wanted = {
+        "allow_patterns": ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"],
+        "ignore_patterns": ["consolidated*", "original/*", "adapter_*"],  # the same weights again
+    }
     try:
-        path = snapshot_download(repo, allow_patterns=wanted, local_files_only=True)
-        if any(Path(path).glob("*.safetensors")):
-            return path
-    except Exception:  # not in the local cache: ask the hub
-        pass
-    return snapshot_download(repo, allow_patterns=wanted)
+        path = snapshot_download(repo, local_files_only=True, **wanted)
+        open_checkpoint(path)
+        return path
+    except Exception:  # not in the local cache, or not whole: ask the hub
+        return snapshot_download(repo, **wanted)
 
 
 def needs(pair: Pair) -> str:

@@ -4,7 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from specq.errors import printable
 
 
 class Reporter:
@@ -16,7 +19,7 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """One line for the person who waits."""
-        self.console.print(text, markup=False)
+        self.console.print(printable(text), markup=False, soft_wrap=True)
 
     @contextmanager
     def task(self, what: str, total: float) -> Iterator[Callable[[float], None]]:
@@ -30,6 +33,6 @@ class Reporter:
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=self.console, disable=self.quiet) as bar:
-            task = bar.add_task(what, total=total)
+            task = bar.add_task(escape(printable(what)), total=total)
             yield lambda done: bar.advance(task, done)
             bar.update(task, completed=total)  # texts that end early leave work undone

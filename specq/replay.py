@@ -6,7 +6,7 @@ whole text. K and V of the prompt go through the format's cache as those of the 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -93,7 +93,7 @@ class Setting:
 class ArmScores:
     """Columns of one arm over all texts, each [sum of positions] (or that by depth), in the order of the texts."""
 
-    columns: dict[str, np.ndarray]
+    columns: Mapping[str, np.ndarray]
 
 
 @dataclass

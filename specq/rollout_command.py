@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from specq import files, pairs
-from specq.command import resolve_auto
-from specq.config import RolloutConfig, make_config
+from specq.command import fingerprints, format_names
+from specq.config import RolloutConfig, make_config, same_study
 from specq.errors import SpecqError
 from specq.progress import Reporter
 
@@ -28,13 +28,13 @@ def rollout_command(options: dict[str, Any], dtypes: list[str], out: Path | None
     pair = pairs.find(options["pair"], options["target"], options["draft"])
     from specq.kv import get_format
 
-    dtypes = resolve_auto(pair, dtypes)
-    names = {get_format(d).name: d.strip().lower() for d in reversed(dtypes)}
+    names = format_names(pair, dtypes)
     given = {k: v for k, v in options.items() if v is not None}
     if given.get("draft_dtype", "same") != "same":
         given["draft_dtype"] = get_format(given["draft_dtype"]).name
     defaults = {k: v for k, v in pair.defaults.items() if k in RolloutConfig.model_fields}
-    given = defaults | given | {"dtypes": tuple(get_format(d).name for d in dtypes), "pair": pair.name}
+    given = defaults | given | {"dtypes": tuple(names), "pair": pair.name}
+    given |= fingerprints(pair, bool(options.get("random_weights")))
     if options["target"] and options["draft"]:
         given["pair"] = None
     config = make_config(RolloutConfig, **given)
@@ -44,7 +44,8 @@ def rollout_command(options: dict[str, Any], dtypes: list[str], out: Path | None
         raise SpecqError(f"--out {out} is no directory that a rollout could be renamed to; name a new one")
     files.refuse_foreign(out, SUMMARY)
     if (out / SUMMARY).is_file() and not overwrite:
-        if files.read_json(out / SUMMARY).get("configuration") != config.model_dump(mode="json"):
+        finished = files.read_json(out / SUMMARY)
+        if not isinstance(finished, dict) or not same_study(config, finished.get("configuration")):
             raise SpecqError(
                 f"{out} holds a rollout of another configuration; choose another --out, or --overwrite to replace it"
             )
@@ -62,6 +63,7 @@ def run_rollouts(config: RolloutConfig, out: Path, overwrite: bool, reporter: Re
         choose_prompts,
         load_models,
         prompt_source,
+        prompt_warnings,
         resolve_sampling,
         round_query_policy,
     )
@@ -70,11 +72,11 @@ def run_rollouts(config: RolloutConfig, out: Path, overwrite: bool, reporter: Re
     from specq.prompts import read_records
     from specq.replay import Arm, Setting, score_texts
     from specq.rollout import roll_out
-    from specq.summary import describe, environment, peak_memory
+    from specq.summary import describe, environment, peak_memory, prompt_block
 
-    records, report = read_records(prompt_source(config))
+    records, report = read_records(prompt_source(config), config.undecodable)
     pair, models = load_models(config, reporter)
-    prompts, spare = choose_prompts(config, models, records, report)
+    prompts, spare = choose_prompts(config, models, records, report, reporter)
     rule = Rule(config.draft_sampling, config.verify)
     arms = []
     for name in config.dtypes:
@@ -123,7 +125,12 @@ def run_rollouts(config: RolloutConfig, out: Path, overwrite: bool, reporter: Re
                 "k": config.k,
                 "arms": blocks,
                 "peak_memory_gb": peak_memory(models.target),
-                "warnings": ["random weights: acceptance says nothing about the pair"] if config.random_weights else [],
+                "prompts": prompt_block(report, prompts),
+                "warnings": [
+                    *(["random weights: acceptance says nothing about the pair"] if config.random_weights else []),
+                    *dict.fromkeys(note for m in models.by_role.values() for note in m.notes),
+                    *prompt_warnings(config, prompts, report),
+                ],
             },
         )
 

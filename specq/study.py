@@ -5,21 +5,22 @@ before it made; `specq.analysis` and `specq.recommendation` hold the arithmetic.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from specq import analysis, files, pairs, recommendation
+from specq import __version__, analysis, files, pairs, recommendation
 from specq.analysis import BASE, NULL, Analysis
 from specq.chain import edge_bias
+from specq.checkpoint import fingerprint
 from specq.conclude import Conclusion, Material, conclude
-from specq.config import DRAWS, StudyConfig
+from specq.config import DRAWS, StudyConfig, identity
 from specq.cost import CostModel, FreeDraft, Operating, cycle_times, measured
 from specq.cost.spec import build, parse_cost
 from specq.decision import StudyFacts
-from specq.errors import SpecqError
+from specq.errors import Interrupted, SpecqError
 from specq.inputs import (
     Models,
     Scales,
@@ -28,22 +29,26 @@ from specq.inputs import (
     given_texts,
     load_models,
     prompt_source,
+    prompt_warnings,
     resolve_sampling,
     round_query_policy,
 )
 from specq.kv import KVFormat, get_format
+from specq.measure import Work, sample, score
+from specq.models import LoadedModel
 from specq.outliers import find_outliers
 from specq.progress import Reporter
 from specq.prompts import Prompt, PromptReport, Text, read_records
-from specq.replay import ALTERNATIVE, Arm, ReplayResult, Setting, score_texts
+from specq.replay import ALTERNATIVE, Arm, ReplayResult, Setting
 from specq.report.schema import Recommendation
 from specq.rules import Rule
 from specq.sensitivity import sensitivity
-from specq.texts import sample_texts
+from specq.shards import BLOCK, Run, workspace
 
 BF16 = get_format("bf16")
 SATURATION_WARNING = 1e-6  # share of saturated elements worth a word
 EDGE_WARNING = 0.02  # relative lift of mu by cut last cycles worth a word
+ROWS = 1 << 16  # rows of positions.parquet written at once
 GIVEN_TEXT_Z = 3.0  # beyond this, given responses were not sampled from the target
 
 
@@ -58,7 +63,7 @@ class TextSet:
 
     @property
     def columns(self) -> dict[str, analysis.Columns]:
-        """Logged columns per arm."""
+        """Logged columns per arm; they lie in the run's pieces and can be read until the study is complete."""
         return {name: scores.columns for name, scores in self.replay.arms.items()}
 
 
@@ -110,32 +115,6 @@ class Stopwatch:
         self.seconds["total"] = now - self.began
 
 
-def sample(
-    config: StudyConfig, models: Models, prompts: list[Prompt], arm: Arm, setting: Setting, reporter: Reporter
-) -> list[Text]:
-    """Texts of an arm's target over its own cache, in the arm's order of arithmetic."""
-    fmt, order = arm.target.format, arm.target.order
-    total = sum(len(p.tokens) - 1 for p in prompts) + len(prompts) * config.output_tokens
-    what = "null arm" if arm.name == NULL else f"{fmt.name} cache"
-    with reporter.task(f"sampling text, {what}", total) as done:
-        return sample_texts(
-            models.target,
-            prompts,
-            fmt,
-            transform=setting.transform,
-            vocabulary=models.vocabulary.size,
-            max_tokens=config.output_tokens,
-            seed=config.seed,
-            arm=arm.name,
-            batch=order.batch,
-            chunk=order.prefill,
-            splits=order.splits,
-            scales=setting.scales.get(("target", fmt.name)),
-            round_query=setting.round_query(fmt),
-            progress=done,
-        )
-
-
 BASELINE, ALTERNATE = Arm.of(BF16, BF16), Arm.of(BF16, BF16, ALTERNATIVE, NULL)
 
 
@@ -149,27 +128,14 @@ def own_arms_of(fmt: KVFormat) -> list[Arm]:
     return [Arm.of(fmt, BF16), Arm.of(fmt, fmt)]
 
 
-def score(
-    config: StudyConfig, models: Models, kind: str, texts: list[Text], arms: Sequence[Arm], setting: Setting, what: str,
-    reporter: Reporter,
-) -> TextSet:  # fmt: skip
-    """Replay `texts` under `arms` and run the chain; the first arm is the one that sampled the texts."""
-    longest = max(t.positions for t in texts)
-    if longest <= config.k_max:
-        raise SpecqError(
-            f"the longest text has {longest} positions to score, too few for a cycle of {config.k_max} drafts; give other"
-            " prompts or a smaller --k-max"
-        )
-    arms = list({a.name: a for a in arms}.values())
-    passes = len({p for arm in arms for p in ((arm.target, arm.draft) if models.has_draft_model else (arm.target,))})
-    total = passes * sum(len(t.prompt.tokens) + t.positions for t in texts)
-    with reporter.task(f"scoring {what}", total) as done:
-        replay = score_texts(models.target, models.draft, texts, arms, setting, done)
-    columns = {name: s.columns for name, s in replay.arms.items()}
+def analysed(work: Work, kind: str, texts: list[Text], replay: ReplayResult) -> TextSet:
+    """Run the chain over scored texts; the replay's first arm is the one that sampled them."""
+    config, columns = work.config, {name: s.columns for name, s in replay.arms.items()}
+    base = next(iter(columns))
     # arms with the same target format as the one that sampled the texts sampled them as well: their own b applies
-    writers = tuple(a.name for a in arms if a.target == arms[0].target)
+    writers = tuple(name for name in columns if name.split("+")[0] == base.split("+")[0])
     done = analysis.analyse(
-        texts, columns, arms[0].name, setting.rule, config.k_max, seed=config.seed, draws=DRAWS, sampled_own=writers
+        texts, columns, base, work.setting.rule, config.k_max, seed=config.seed, draws=DRAWS, sampled_own=writers
     )
     return TextSet(kind, texts, replay, done)
 
@@ -215,57 +181,114 @@ def _model_cost(config: StudyConfig, models: Models, formats: Sequence[KVFormat]
         )
 
 
+def _content(model: LoadedModel, digest: str | None) -> str:
+    """What a model's weights are told by; a registered shape with random weights is told by its name."""
+    return digest or (fingerprint(model.checkpoint) if model.checkpoint else "random")
+
+
+def run_of(config: StudyConfig, directories: dict[str, str], models: Models, part: tuple[int, int] = (1, 1)) -> Run:
+    """What this study's pieces are marked with."""
+    import torch
+    import transformers
+
+    weights = {role: _content(model, getattr(config, f"{role}_sha256")) for role, model in models.by_role.items()}
+    versions = {"specq": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return Run(identity(config) | {"weights": weights}, config.model_dump(mode="json"), directories, versions, part)
+
+
 def run_study(
-    config: StudyConfig, directories: dict[str, str], out: Path, overwrite: bool, reporter: Reporter
-) -> Study:
+    config: StudyConfig,
+    directories: dict[str, str],
+    out: Path,
+    overwrite: bool,
+    reporter: Reporter,
+    *,
+    resume: bool = False,
+    part: tuple[int, int] = (1, 1),
+    sources: Sequence[Path] = (),
+) -> Study | None:
     """Run a study into `out`; `directories` maps each format's name to its sub-directory.
 
-    Raises SpecqError for everything the user can mend; nothing is left behind then.
+    `resume` continues an interrupted run; `part` (i, n) measures the i-th of n shares only, whose pieces are `out` then
+    (None is returned); `sources` are directories of such pieces to join. Raises SpecqError for everything the user can
+    mend; finished pieces are kept in `<out>.partial/`.
     """
     watch = Stopwatch()
     formats = [get_format(name) for name in config.dtypes]
-    records, prompt_report = read_records(prompt_source(config))
+    records, prompt_report = read_records(prompt_source(config), config.undecodable)
     pair, models = load_models(config, reporter)
     cost = None if config.cost == "measured" else build_cost(config, models, formats, reporter)
     transform, draft_transform = resolve_sampling(config, models.target)
-    prompts, spare = choose_prompts(config, models, records, prompt_report, given=config.text == "given")
+    prompts, spare = choose_prompts(config, models, records, prompt_report, reporter, given=config.text == "given")
+    blocks = -(-len(prompts) // BLOCK)
+    if part[1] > blocks:
+        raise SpecqError(
+            f"--part {part[0]}/{part[1]}: machines share a study in blocks of {BLOCK} prompts, and its {len(prompts)} prompts"
+            f" make {blocks}; take at most {blocks} parts, or more prompts"
+        )
     rule = Rule(config.draft_sampling, config.verify)
     watch.lap("load")
-    with files.whole_directory(out, overwrite) as folder:
+    run = run_of(config, directories, models, part)
+    with workspace(out, run, reporter, overwrite=overwrite, resume=resume, sources=sources) as shards:
         scales = calibrate(config, models, formats, prompts, spare, reporter)
         rounds = round_query_policy(config)
         setting = Setting(
             transform, draft_transform, rule, models.vocabulary, config.seed, scales, rounds, config.k_max
         )
         watch.lap("calibrate")
-        given = config.text == "given"
-        texts = given_texts(prompts, models) if given else sample(config, models, prompts, BASELINE, setting, reporter)
-        watch.lap("sample")
-        arms = [BASELINE, ALTERNATE]
-        if config.text != "own":
-            kinds = arms_of if models.has_draft_model else own_arms_of  # a lookup has no cache
-            arms += [arm for f in formats for arm in kinds(f)]
-        what = "given text" if given else "the baseline's text"
-        main = score(config, models, "given" if given else "same", texts, arms, setting, what, reporter)
-        own = {}
-        if config.text in ("own", "both"):
-            for name, mine in ({NULL: [ALTERNATE]} | {f.name: own_arms_of(f) for f in formats}).items():
-                texts = sample(config, models, prompts, mine[0], setting, reporter)
-                own[name] = score(config, models, "own", texts, mine, setting, f"{name}'s own text", reporter)
-        watch.lap("score")
+        work = Work(config, models, setting, prompts, shards, reporter)
+        sets = measure(work, formats, watch)
+        if part[1] > 1:
+            return None
+        analyses = {name: analysed(work, *found) for name, found in sets.items()}
+        main, own = analyses.pop(BASE), analyses
         cost = cost or build_cost(config, models, formats, reporter)
         watch.lap("cost")
         facts = gather_facts(config, pair, models, setting, formats, main, own)
-        facts.warnings[None] += prompt_warnings(config, prompts, prompt_report)
+        facts.warnings[None] += [*prompt_warnings(config, prompts, prompt_report), *work.notes]
         study = Study(
             config, directories, pair, models, setting, prompts, prompt_report, main, own, facts, cost,
             timings=watch.seconds,
         )  # fmt: skip
         decide(study, formats)
         watch.lap("decide")
-        write(folder, study)
+        write(shards.folder.parent, study)
     draw(out)
     return study
+
+
+def measure(
+    work: Work, formats: Sequence[KVFormat], watch: Stopwatch
+) -> dict[str, tuple[str, list[Text], ReplayResult]]:
+    """(kind, texts, scores) by name: the baseline's or given text under BASE; where own text is wanted, the null arm's under
+    NULL and every format's under its name."""
+    config, models = work.config, work.models
+    given = config.text == "given"
+    texts = given_texts(work.mine, models) if given else sample(work, BASELINE)
+    _refuse_short(texts, config.k_max)
+    watch.lap("sample")
+    arms = [BASELINE, ALTERNATE]
+    if config.text != "own":
+        kinds = arms_of if models.has_draft_model else own_arms_of  # a lookup has no cache
+        arms += [arm for f in formats for arm in kinds(f)]
+    kind, what = ("given", "given text") if given else ("same", "the baseline's text")
+    found = {BASE: (kind, texts, score(work, kind, texts, arms, what))}
+    if config.text in ("own", "both"):
+        for name, mine in ({NULL: [ALTERNATE]} | {f.name: own_arms_of(f) for f in formats}).items():
+            texts = sample(work, mine[0])
+            _refuse_short(texts, config.k_max)
+            found[name] = ("own", texts, score(work, f"own-{name}", texts, mine, f"{name}'s own text"))
+    watch.lap("score")
+    return found
+
+
+def _refuse_short(texts: Sequence[Text], k_max: int) -> None:
+    longest = max(t.positions for t in texts)
+    if longest <= k_max:
+        raise SpecqError(
+            f"the longest text has {longest} positions to score, too few for a cycle of {k_max} drafts; give other prompts or"
+            " a smaller --k-max"
+        )
 
 
 def draw(out: Path) -> None:
@@ -274,6 +297,10 @@ def draw(out: Path) -> None:
 
     try:
         write_report(out)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"interrupted; the study in {out} is complete, and the same command draws its report"
+        ) from None
     except Exception as error:
         raise SpecqError(
             f"the study in {out} is complete, but its report could not be drawn ({type(error).__name__}: {error}); the same"
@@ -289,20 +316,6 @@ def decide(study: Study, formats: Sequence[KVFormat]) -> None:
         made.sensitivity = sensitivity(study.facts, found.basis, made.format, study.cost, made)
 
 
-def prompt_warnings(config: StudyConfig, prompts: Sequence[Prompt], report: PromptReport) -> list[str]:
-    """What a reader should know about the prompt file: records skipped, and a shortfall."""
-    out = []
-    if report.skipped:
-        line, why = report.skipped[0]
-        out.append(
-            f"{len(report.skipped)} records of the prompt file were skipped (first: line {line}, {why}); see study.json"
-        )
-    if len(prompts) < config.num_prompts:
-        short = f", {report.too_short} were shorter than {config.prompt_tokens} tokens" if report.too_short else ""
-        out.append(f"{len(prompts)} usable prompts where {config.num_prompts} were asked for{short}")
-    return out
-
-
 def _native_fp8(config: StudyConfig) -> bool | None:
     if config.device == "cuda":
         import torch
@@ -316,7 +329,8 @@ def gather_facts(
     own: dict[str, TextSet],
 ) -> StudyFacts:  # fmt: skip
     """What all formats share, with the warnings that belong to the study or to one format."""
-    warnings: dict[str | None, list[str]] = {None: []}
+    notes = [note for model in models.by_role.values() for note in model.notes]
+    warnings: dict[str | None, list[str]] = {None: notes}
     if config.random_weights:
         warnings[None].append(
             "random weights and random prompts: no figure of acceptance here says anything about the pair"
@@ -391,13 +405,27 @@ def _served_name(side: pairs.Side) -> str:
     return str(Path(side.source).resolve()) if side.local and side.is_model else side.source
 
 
+def position_rows(found: TextSet) -> Iterator[dict[str, np.ndarray]]:
+    """Rows of positions.parquet, arm by arm and some texts at a time, cut where ROWS are reached and not by pieces."""
+    lengths = [t.positions for t in found.texts]
+    ends = np.cumsum(lengths)
+    for arm, columns in found.columns.items():
+        first = row = 0
+        while first < len(lengths):
+            last = min(int(np.searchsorted(ends, row + ROWS)) + 1, len(lengths))
+            end = int(ends[last - 1])
+            b = found.analysis.arms[arm].b[row:end]
+            yield files.position_rows(found.texts[first:last], columns.rows(row, end), b, arm, found.kind)
+            first, row = last, end
+
+
 def write(folder: Path, study: Study) -> None:
     """All files of a study but its report."""
     from specq.summary import summarise_study
 
     sets = [study.main, *study.own.values()]
     files.write_texts(folder / "texts.parquet", [t for s in sets for t in s.texts])
-    files.write_positions(folder / "positions.parquet", [(s.texts, s.columns, s.analysis, s.kind) for s in sets])
+    files.write_positions(folder / "positions.parquet", (rows for s in sets for rows in position_rows(s)))
     for name, rec in study.recommendations.items():
         sub = folder / study.directories[name]
         sub.mkdir()

@@ -6,6 +6,7 @@ import platform
 import resource
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,12 +20,15 @@ from specq.config import DRAWS, RunConfig
 from specq.coupling import shared_tokens, widening
 from specq.kv import get_format
 from specq.models import LoadedModel
+from specq.prompts import Prompt, PromptReport
 from specq.rules import Rule
 from specq.stats import significant
 from specq.tune import Curve, quantile_interval, tokens_ratio
 
 if TYPE_CHECKING:
     from specq.study import Study
+
+SKIPPED_LISTED = 1000  # skipped records listed one by one; all are counted
 
 
 def summarise_study(study: "Study") -> dict:
@@ -48,15 +52,7 @@ def summarise_study(study: "Study") -> dict:
         "sampling": asdict(facts.transform),
         "rule": Rule(config.draft_sampling, config.verify).name,
         "query_rounded_to_fp8": {n: study.setting.round_query(f) for n, f in formats.items()},
-        "prompts": {
-            "source": Path(report.source).name,
-            "records": report.records,
-            "kept": len(study.prompts),
-            "truncated": sum(p.truncated for p in study.prompts),
-            "too_short": report.too_short,
-            "skipped": [{"line": n, "reason": why} for n, why in report.skipped],
-            "tokens_per_prompt_mean": float(np.mean([len(p.tokens) for p in study.prompts])),
-        },
+        "prompts": prompt_block(report, study.prompts),
         "tokens": {
             "scored": int(main.analysis.lengths.sum()),
             "per_text_median": float(np.median(main.analysis.lengths)),
@@ -103,6 +99,23 @@ def summarise_study(study: "Study") -> dict:
         "peak_memory_gb": peak_memory(models.target),
         "warnings": facts.warnings[None],
         "warnings_by_format": {n: w for n, w in facts.warnings.items() if n is not None},
+    }
+
+
+def prompt_block(report: PromptReport, prompts: Sequence[Prompt]) -> dict:
+    """The JSON block of the prompt file: what was used of it, what was not, and why."""
+    return {
+        "source": Path(report.source).name,
+        "records": report.records,
+        "kept": len(prompts),
+        "truncated": sum(p.truncated for p in prompts),
+        "responses_truncated": report.responses_truncated,
+        "too_short": report.too_short,
+        "not_drawn": report.not_drawn,
+        "shapes": dict(report.shapes),
+        "skipped_records": len(report.skipped),
+        "skipped": [{"line": n, "reason": why} for n, why in sorted(report.skipped)[:SKIPPED_LISTED]],
+        "tokens_per_prompt_mean": float(np.mean([len(p.tokens) for p in prompts])),
     }
 
 
@@ -182,13 +195,19 @@ def _curve(curve: Curve, base: Curve) -> dict:
 def describe(name: str, model: LoadedModel, config: RunConfig) -> dict:
     """The JSON block of one model."""
     formats = {n: get_format(n) for n in dict.fromkeys(("bf16", *config.dtypes))}
+    checkpoint = model.checkpoint  # None where the weights are random
     return {
         "attention": model.backend._asdict(),  # what attention and stores ran through, and why not the kernels
         "source": name,
         "parameters": model.parameters,
         "shape": model.shape.as_dict(),
         "checkpoint_dtype": model.checkpoint_dtype,
-        "weight_quantization": model.weight_quantization,
+        "stored_dtype": checkpoint and checkpoint.stored_dtype,
+        "weight_quantization": checkpoint and checkpoint.weight_quantization,
+        "kv_cache_scheme": checkpoint and checkpoint.kv_cache_format,
+        "kv_scales_ignored": checkpoint.ignored_scales if checkpoint else [],
+        "generation_config": model.sampling_defaults,
+        "eos_token_ids": sorted(model.eos_ids),
         "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
         "geometry": asdict(model.geometry),
         "kv_bytes_per_token": {

@@ -9,10 +9,11 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from specq.errors import SpecqError
+from specq.checkpoint import Checkpoint, read_json_object
+from specq.errors import SpecqError, first_line
 
-# KV formats by a checkpoint's kv_cache_scheme (compressed-tensors): (type, bits)
-_KV_SCHEMES = {("float", 8): "fp8_e4m3"}
+# library calls on a directory: no network, no code of the checkpoint's
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 def packaged_gguf(package: str) -> str:
@@ -28,67 +29,51 @@ def packaged_gguf(package: str) -> str:
     return str(module.assemble())
 
 
-def gguf_arguments(source: str) -> tuple[str, dict[str, str]]:
-    """(what to call from_pretrained with, its further arguments) for a directory, hub id or .gguf file."""
-    path = Path(source)
-    return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (source, {})
+def read_config(source: str, raw: dict[str, Any], where: str | None = None, **more: str) -> Any:  # noqa: ANN401
+    """The transformers config of `source`, read from `where` (itself by default); `raw` is its config.json.
+
+    Raises SpecqError: for files that describe no model, and for those that want code of their own to be run.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(where or source, **more, **LOCAL)
+    except Exception as error:  # transformers raises many kinds here; the reason is in the text
+        code = " (it wants to run code of its own, auto_map, which specq does not do)" if "auto_map" in raw else ""
+        raise SpecqError(f"cannot read a model configuration from {source}{code}: {first_line(error)}") from error
 
 
-def quantization_of(config: Any, source: str) -> str | None:  # noqa: ANN401 - transformers configs have no common static type
-    """How a checkpoint's weights are quantized, or None for plain floats."""
-    if source.endswith(".gguf"):
-        return f"GGUF ({Path(source).stem}), dequantized into the compute dtype"
-    found = getattr(config, "quantization_config", None)
-    if not found:
-        return None
-    found = found if isinstance(found, dict) else found.to_dict()
-    return str(getattr(method := found.get("quant_method", "unknown"), "value", method))
+def refuse_dequantized(checkpoint: Checkpoint, method: str, device: str) -> None:
+    """Raises SpecqError where transformers cannot run weights quantized by `method`, or would turn them into floats."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-
-def refuse_dequantized(config: Any, device: str, source: str) -> None:  # noqa: ANN401
-    """Raises SpecqError where transformers would turn quantized weights into floats, or not load them, on this device."""
-    method = quantization_of(config, source)
-    if method is None or source.endswith(".gguf"):
-        return
-    found = config.quantization_config
-    found = found if isinstance(found, dict) else found.to_dict()
-    reason = None
-    if found.get("dequantize"):
-        reason = "its quantization_config says dequantize"
-    elif method in ("fp8", "fbgemm_fp8") and not _fp8_units(device):
-        reason = "FP8 weights need a GPU of compute capability 8.9 or more; elsewhere transformers dequantizes them"
-    if reason:
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise SpecqError(
-            f"{source} has {method} weights, which would not run as they are here: {reason}. A study of dequantized weights"
-            " describes another model; use --device cuda on such a GPU, or the unquantized checkpoint"
+            f"the weights in {checkpoint.directory} are quantized by {method!r}, which transformers cannot run; specq does not"
+            " dequantize them, for that would be another model"
         )
+    if checkpoint.quantization.get("dequantize"):
+        raise dequantized(checkpoint, method, "its quantization_config says dequantize")
+    if method in ("fp8", "fbgemm_fp8") and not _fp8_units(device):
+        raise dequantized(
+            checkpoint,
+            method,
+            "FP8 weights need a GPU of compute capability 8.9 or more; elsewhere transformers dequantizes them",
+        )
+
+
+def dequantized(checkpoint: Checkpoint, method: str, reason: str) -> SpecqError:
+    """What to say of quantized weights that would not run as they are."""
+    return SpecqError(
+        f"{checkpoint.directory} has {method} weights, which could only be run dequantized here: {reason}. A study of"
+        " dequantized weights describes another model; use --device cuda on such a GPU, or the unquantized checkpoint"
+    )
 
 
 def _fp8_units(device: str) -> bool:
     import torch
 
     return device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-
-
-def check_still_quantized(model: Any, method: str | None, source: str) -> None:  # noqa: ANN401
-    """Raises SpecqError when a loaded model's quantizer dequantized it all the same."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    if method and quantizer is not None and getattr(quantizer.quantization_config, "dequantize", False):
-        raise SpecqError(f"{source} has {method} weights, which transformers dequantized here; they are refused")
-
-
-def auto_kv_format(config: dict) -> str:
-    """The KV format that `auto` means for a checkpoint's config.json: its kv_cache_scheme's, or bf16.
-
-    Serving engines resolve `auto` so. Raises SpecqError for a scheme that no format here models.
-    """
-    scheme = (config.get("quantization_config") or {}).get("kv_cache_scheme")
-    if not scheme:
-        return "bf16"
-    kind = scheme.get("type"), scheme.get("num_bits")
-    if scheme.get("dynamic") or kind not in _KV_SCHEMES:
-        raise SpecqError(f"the checkpoint's kv_cache_scheme {scheme} is none of specq's formats; name one with --dtype")
-    return _KV_SCHEMES[kind]
 
 
 def config_of_side(side: Any) -> Any:  # noqa: ANN401
@@ -99,7 +84,7 @@ def config_of_side(side: Any) -> Any:  # noqa: ANN401
     from transformers import AutoConfig
 
     if side.local:
-        return AutoConfig.from_pretrained(side.source)
+        return read_config(side.source, read_json_object(Path(side.source) / "config.json"))
     if side.shape is None:
         raise SpecqError(
             f"--random-weights: the shape of {side.source} is not registered; give a directory with config.json"

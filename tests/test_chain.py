@@ -309,6 +309,15 @@ def test_acceptance_by_depth_is_the_sum_of_products():
         np.testing.assert_allclose(hits / later, products[:k], rtol=1e-10)
 
 
+def test_a_smaller_k_takes_the_first_depths():
+    """Terms by depth made for K = 5 serve K <= 3 as well: what later drafts would do is not looked at."""
+    rng, lengths = np.random.default_rng(0), np.array([9, 4, 7])
+    a, c = rng.random((2, 9, 3, 5))
+    deep, cut = chain.run_chain(a, c, lengths, 3), chain.run_chain(a[..., :3], c[..., :3], lengths, 3)
+    assert np.array_equal(deep.ends, cut.ends) and np.array_equal(deep.accepted, cut.accepted)
+    assert np.array_equal(deep.ends, chain.run_chain(a, c, lengths, 5).ends[:, :3])
+
+
 def test_certain_pattern_by_hand():
     """Accept, accept, reject, again and again: cycles are cut by the pattern and by K, as counted by hand.
 

@@ -6,6 +6,7 @@ from conftest import FLOAT32, VOCAB, save_model
 from test_rollout import prompts_of
 from test_study import strict_json
 
+from specq import files
 from specq.analysis import NULL
 from specq.command import resolve
 from specq.coupling import beginning, shared_tokens
@@ -20,7 +21,7 @@ from specq.texts import sample_texts
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """A study of the embedded pair on both kinds of text: (study, study.json)."""
+    """A study of the embedded pair on both kinds of text: (study, study.json, its directory)."""
     out = tmp_path_factory.mktemp("own") / "study"
     names = (
         "pair",
@@ -39,13 +40,13 @@ def both(tmp_path_factory):
         "output_tokens": 64, "k_max": 4,
     }  # fmt: skip
     config, directories = resolve(given, ["fp8_e5m2", "bf16"])
-    return run_study(config, directories, out, False, Reporter(quiet=True)), strict_json(out / "study.json")
+    return run_study(config, directories, out, False, Reporter(quiet=True)), strict_json(out / "study.json"), out
 
 
 def test_arms_of_one_noise_emit_the_same_text_while_they_can(both):
     """Coupling: the FP8 arm's own texts agree with the baseline's from the start and part at one token each; a BF16 arm's own
     texts are the baseline's, and its own-text shift is exactly 0."""
-    study, found = both
+    study, found, _ = both
     shared = shared_tokens(study.own["fp8_e5m2"].texts, study.main.texts)
     assert shared.min() < 64 and np.median(shared) >= 10  # independent noise would share about none
     assert [t.response for t in study.own["bf16"].texts] == [t.response for t in study.main.texts]
@@ -54,7 +55,7 @@ def test_arms_of_one_noise_emit_the_same_text_while_they_can(both):
 
 def test_the_interval_widens_as_texts_part(both):
     """The standard error of the own-text shift is the same text's while no text has parted, and grows beyond it after."""
-    study, found = both
+    study, found, _ = both
     rows = found["own_text_coupling"]["fp8_e5m2+bf16"]["beginnings"]
     assert [r["positions"] for r in rows] == sorted(r["positions"] for r in rows) and rows[-1]["positions"] == 63
     parted = [r["texts_parted"] for r in rows]
@@ -68,7 +69,7 @@ def test_the_interval_widens_as_texts_part(both):
 def test_the_null_arm_has_own_text_in_another_order(both):
     """The null arm samples own text in another valid order (chunks, neighbours, splits) with the same noise: texts part at most
     where rounding decides, and every own-text shift is shown beyond the null arm's own."""
-    study, found = both
+    study, found, _ = both
     null = study.own[NULL]
     assert shared_tokens(null.texts, study.main.texts).mean() > 0.9 * 64
     assert null.texts[0].sampled_by == NULL and "null" in found["arms_own_text"]
@@ -82,13 +83,17 @@ def test_the_null_arm_has_own_text_in_another_order(both):
 def test_q15_the_draft_only_arm_is_scored(both):
     """Q-15: (T fp8, D bf16), (T fp8, D fp8) and (T bf16, D fp8) are all there; p of the draft-only arm is the baseline's bit
     for bit, q of the target-only arm too."""
-    study, found = both
-    columns = study.main.columns
-    assert {"fp8_e5m2+bf16", "fp8_e5m2+fp8_e5m2", "bf16+fp8_e5m2"} <= set(found["arms"]) & set(columns)
-    base = columns["bf16+bf16"]
+    _, found, out = both
+    rows = files.read_parquet(out / "positions.parquet")
+
+    def column(name, arm):
+        return rows[name][(rows["text"] == "same") & (rows["arm"] == arm)]
+
+    assert {"fp8_e5m2+bf16", "fp8_e5m2+fp8_e5m2", "bf16+fp8_e5m2"} <= set(found["arms"]) & set(rows["arm"])
     for same, moved in (("logp", "logq"), ("logq", "logp")):
-        arm = columns["bf16+fp8_e5m2" if same == "logp" else "fp8_e5m2+bf16"]
-        assert np.array_equal(arm[same], base[same]) and not np.array_equal(arm[moved], base[moved])
+        arm = "bf16+fp8_e5m2" if same == "logp" else "fp8_e5m2+bf16"
+        assert len(column(same, arm)) and np.array_equal(column(same, arm), column(same, "bf16+bf16"))
+        assert not np.array_equal(column(moved, arm), column(moved, "bf16+bf16"))
 
 
 def test_orders_of_arithmetic_agree_on_texts(tmp_path):

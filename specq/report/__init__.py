@@ -14,7 +14,7 @@ def write_report(folder: Path) -> None:
     from specq.report.plots import write_plots
 
     study = files.read_json(folder / "study.json")
-    positions = files.read_parquet(folder / "positions.parquet")
+    positions = files.PositionFile(folder / "positions.parquet")
     for directory in study["directories"].values():
         recommendation = files.read_json(folder / directory / "recommendation.json")
         plots = write_plots(folder / directory / "plots", study, recommendation, positions)

@@ -7,6 +7,7 @@ import base64
 import shlex
 from pathlib import Path
 
+from specq.files import write_text
 from specq.report.decision_rows import group_rows, operating_rows, speed_figures
 from specq.report.view import BASE, NULL, UNKNOWN, FormatView, Row, interval, number, percent, percents, with_interval
 
@@ -44,7 +45,7 @@ def write_html(path: Path, study: dict, recommendation: dict, plots: dict[str, P
     template = environment.get_template("template.html.j2")
     text = template.render(page(FormatView(study, recommendation)), figures=_figures(plots))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)
 
 
 def _figures(plots: dict[str, Path]) -> list[dict]:
@@ -253,9 +254,9 @@ def setting_rows(view: FormatView) -> list[Row]:
 
 def prompt_rows(study: dict) -> list[Row]:
     """(what became of the prompts, how many)."""
-    counts = {n: v for n, v in study["prompts"].items() if n != "skipped"}
+    counts = {n: v for n, v in study["prompts"].items() if n not in ("skipped", "shapes")}
     rows = [(n.replace("_", " "), f"{v:.1f}" if isinstance(v, float) else str(v)) for n, v in counts.items()]
-    return [*rows, ("skipped", str(len(study["prompts"]["skipped"])))]
+    return [*rows, *((f"records with {key}", str(n)) for key, n in study["prompts"]["shapes"].items())]
 
 
 def _flat(values: dict, prefix: str = "") -> list[Row]:

@@ -76,9 +76,9 @@ def _alpha_changes(axes: "Axes", view: FormatView, positions: Columns) -> None:
     edges = np.concatenate([-edges[::-1], edges])
     paired = [] if view.is_baseline or view.own_text_only else [(view.arm, view.label, ORANGE)]
     base = view.rows(positions, BASE)
-    alpha = positions[view.alpha_column].astype(float)
+    alpha = positions[view.alpha_column]
     for arm, label, color in [(NULL, "null arm", GREY), *paired]:
-        change = np.clip(alpha[view.rows(positions, arm)] - alpha[base], -1, 1)
+        change = np.clip(alpha[view.rows(positions, arm)].astype(float) - alpha[base], -1, 1)
         shares, floor = np.histogram(change, edges)[0] / len(change), 0.5 / len(change)
         name = f"{label}: {100 * shares[len(shares) // 2]:.1f} % unchanged"
         how = outline(color, filled=color == GREY)
@@ -128,11 +128,18 @@ def context_edges(lengths: np.ndarray) -> np.ndarray:
 
 def sums_by_prompt(positions: Columns, rows: np.ndarray, edges: np.ndarray, column: str) -> Sums:
     """(sum of alpha, number of positions), each [prompts, bins]; contexts beyond the edges join the outer bins."""
-    names, prompt = np.unique(positions["prompt"].astype(str), return_inverse=True)
+    names, prompt = _codes(positions["prompt"])
     shape = (len(names), len(edges) - 1)
     inside = np.clip(np.searchsorted(edges, positions["context_len"][rows], side="right") - 1, 0, shape[1] - 1)
     cell, values = prompt[rows] * shape[1] + inside, positions[column][rows].astype(float)
     return tuple(np.bincount(cell, w, minlength=shape[0] * shape[1]).reshape(shape) for w in (values, None))
+
+
+def _codes(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(distinct labels, the number of each row's label); rows of one label stand together, so only runs are sorted."""
+    starts = np.flatnonzero(np.concatenate([[True], labels[1:] != labels[:-1]]))
+    names, codes = np.unique(labels[starts].astype(str), return_inverse=True)
+    return names, np.repeat(codes, np.diff(np.append(starts, len(labels))))
 
 
 def clustered(sums: Sums, minus: Sums | None = None) -> tuple[np.ndarray, np.ndarray]:

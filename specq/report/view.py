@@ -144,7 +144,7 @@ class FormatView:
     def rows(self, positions: Mapping[str, np.ndarray], arm: str) -> np.ndarray:
         """Indices of an arm's rows in positions.parquet: the shared text, own text where there is no other."""
         mine = positions["arm"] == arm
-        shared = mine & np.isin(positions["text"].astype(str), MAIN_TEXTS)
+        shared = mine & np.logical_or.reduce([positions["text"] == kind for kind in MAIN_TEXTS])
         return np.flatnonzero(shared if shared.any() else mine)
 
 

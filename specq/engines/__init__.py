@@ -1,0 +1,1 @@
+"""Serving engines: what they count about speculative decoding, read from outside."""
