@@ -132,7 +132,8 @@ class LoadedModel:
     @property
     def backend(self) -> Backend:
         """What its attention and stores run through."""
-        return kernel_backend(self.device, self.geometry.head_dim)
+        shape = self.geometry
+        return kernel_backend(self.device, shape.head_dim, shape.heads // shape.kv_heads)
 
     def new_cache(
         self,

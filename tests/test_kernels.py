@@ -29,6 +29,8 @@ from specq_kernels.codec import INTERPRETED, emulated  # noqa: E402
 from specq_kernels.layout import CHANNEL, SPECS  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
+if os.environ.get("SPECQ_REQUIRE_GPU") == "1" and (INTERPRETED or not torch.cuda.is_available()):
+    pytest.fail("SPECQ_REQUIRE_GPU=1 and the kernels would not run on a GPU", pytrace=False)
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("no GPU and no interpreter (TRITON_INTERPRET=1)", allow_module_level=True)
 
@@ -37,6 +39,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 FORMATS = list(SPECS)
 QUERY_DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 TOLERANCE = 2e-6 if INTERPRETED else 3e-3
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """torch.empty gives NaN and largest integers: what a kernel leaves unwritten shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def _pairs(case):
@@ -127,6 +138,76 @@ def test_store_is_bit_equal_to_the_reference(name, dim, page, heads):
         assert all(torch.equal(raw(getattr(c, part)), raw(getattr(caches[1], part))) for c in caches), part
 
 
+@pytest.mark.parametrize("dim", [80, 96, 112])
+def test_padded_lanes_enter_no_extreme(dim):
+    """Rows of one sign, whose minimum or maximum a lane of 0 beyond head_dim would change."""
+    x = 1.0 + torch.rand(4, 2, dim, generator=torch.Generator().manual_seed(dim)).to(DEVICE)
+    for k, v in ((x, -x), (-x, x)):
+        caches = [PagedKV.allocate("int8_per_token_asym", 1, 2, 16, dim, DEVICE) for _ in "ab"]
+        for cache, store in zip(caches, (store_kv, reference.store_kv), strict=True):
+            store(k, v, cache, torch.arange(4, device=DEVICE))
+        for part in ("k", "v", "k_scale", "v_scale", "k_low", "v_low"):
+            assert torch.equal(*(raw(getattr(c, part)) for c in caches)), part
+
+
+def test_what_the_kernels_cannot_address_is_refused_or_made_fit():
+    """Slots, tables, lengths and tokens with gaps or of another integer type give the same results; other shapes, tables
+    that end too early and negative scales raise ValueError."""
+    cache, table, contexts = paged("bf16", [40, 33], 2, 64, 16, 0)
+    q = torch.randn(2, 2, 4, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE, QUERY_DTYPE)
+    n = torch.tensor([2, 2], dtype=torch.int32, device=DEVICE)
+    expected = verify_attention(q, cache, table, contexts, n, 40)
+    gaps = torch.stack([table, table], -1)[..., 0].long()
+    assert not gaps.is_contiguous() or gaps.dtype == torch.long
+    assert torch.equal(verify_attention(q, cache, gaps, contexts.long(), n.long(), 40), expected)
+    x = torch.randn(4, 2, 64, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    stored = []
+    for slots in (torch.arange(0, 8, 2, device=DEVICE), torch.arange(8, device=DEVICE)[::2].to(torch.int32)):
+        one = PagedKV.allocate("int8_per_token_head", 1, 2, 16, 64, DEVICE)
+        store_kv(x, x, one, slots)
+        stored.append(one)
+    assert torch.equal(stored[0].k, stored[1].k) and torch.equal(stored[0].k_scale, stored[1].k_scale)
+    for wrong in (
+        lambda: verify_attention(q, cache, table[:1], contexts, n, 40),
+        lambda: verify_attention(q, cache, table[:, :1], contexts, n, 40),
+        lambda: verify_attention(q, cache, table, contexts[:1], n, 40),
+        lambda: verify_attention(q, cache, table, contexts, n, 40, scale=-1.0),
+        lambda: replay_attention(q, cache, table, contexts, n, 40, sinks=torch.zeros(3, device=DEVICE)),
+        lambda: store_kv(x, x, cache, torch.arange(3, device=DEVICE)),
+        lambda: acceptance(x[:1], x[0], torch.arange(3, device=DEVICE)),
+    ):
+        with pytest.raises(ValueError):
+            wrong()
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8_per_token_head"])
+def test_nan_reaches_the_output_and_stale_pages_do_not(name):
+    """A NaN query or key makes its own row NaN, in one chunk or several; NaN in slots beyond a row's end changes nothing."""
+    cache, table, contexts = paged(name, [70, 50], 2, 64, 16, 0)
+    q = torch.randn(2, 3, 4, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE, QUERY_DTYPE)
+    n = torch.tensor([3, 3], dtype=torch.int32, device=DEVICE)
+    calls = [
+        lambda q, chunk=chunk: verify_attention(q, cache, table, contexts, n, 70, chunk=chunk) for chunk in (32, 1024)
+    ]
+    calls.append(lambda q: replay_attention(q, cache, table, contexts, n, 70))
+    clean = [call(q) for call in calls]
+    stale = torch.arange(70, 80, device=DEVICE)
+    at = table[0].long()[stale // 16], slice(None), stale % 16
+    for pages in (cache.k, cache.v, cache.k_scale, cache.v_scale):
+        if pages.numel() and pages.dtype.is_floating_point:
+            pages[at] = float("nan")
+    bad = q.clone()
+    bad[1, 2, 3, 5] = float("nan")
+    for call, expected in zip(calls, clean, strict=True):
+        assert torch.equal(call(q), expected)
+        out = call(bad)
+        assert out[1, 2, 3].isnan().all() and out.isnan().sum() == 64
+    scale = cache.k if name == "bf16" else cache.k_scale
+    scale[table[1, 0].long(), 0, 3] = float("nan")
+    for call in calls:
+        assert call(q).isnan().any(-1).nonzero()[:, 0].unique().tolist() == [1]
+
+
 @pytest.mark.skipif(INTERPRETED, reason="CUDA C++ needs the hardware")
 @pytest.mark.parametrize("dim", store_cuda.HEAD_DIMS)
 @pytest.mark.parametrize("name", [f for f in FORMATS if f != "bf16"])
@@ -143,6 +224,7 @@ def test_cuda_store_is_bit_equal_to_the_reference(name, dim):
     v = torch.where(torch.rand(tokens, 1, 1, generator=g) < 0.5, v, torch.randn(v.shape, generator=g) * 3)
     k[3], v[5] = 0.0, 0.0
     k[4, :, :4] = torch.tensor([math.inf, -math.inf, 1.0, -2.0])
+    k[8, :, ::3] = -0.0
     k, v = (t.to(DEVICE, torch.bfloat16)[:, ::2] for t in (k, v))
     slots = torch.randperm(64 * page, generator=g)[:tokens].to(DEVICE)
     slots[7] = -1
@@ -156,7 +238,7 @@ def test_cuda_store_is_bit_equal_to_the_reference(name, dim):
             cache.k_static[1, 3] = 2e30
         store(k, v, cache, slots)
         caches.append(cache)
-    assert store_cuda.takes(k, v, cache.spec) or native.why_not(k.device)
+    assert store_cuda.takes(k, v, cache.spec) or native.why_not(k.device, "store.cu")
     for part in ("k", "v", "k_scale", "v_scale", "k_low", "v_low"):
         a, b = (getattr(c, part) for c in caches)
         if part.endswith(("scale", "low")):  # NaN has many bits
@@ -371,14 +453,30 @@ def test_replay_attention(name):
     assert error(out, expected, counts) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp8_per_token_head"])
+def test_replay_window_softcap_and_sinks(name):
+    """Windows shorter and longer than a block, soft cap and sinks, together as well."""
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    tuning = {"block_m": 32, "block_n": 16} if INTERPRETED else None
+    for kw in (
+        {"window": 9},
+        {"window": 40},
+        {"softcap": 4.0},
+        {"sinks": sinks},
+        {"window": 50, "softcap": 3.0, "sinks": sinks},
+    ):
+        out, expected = attend(replay_attention, name, [120, 70], [60, 70], 4, 2, 64, 16, tuning=tuning, **kw)
+        assert error(out, expected, [60, 70]) < TOLERANCE, kw
+
+
 def test_results_do_not_depend_on_the_batch_and_repeat_bit_for_bit():
     """A row's output is bit-equal alone, in company, in another order, and when run again."""
-    lengths, counts = [70, 130, 33], [2, 2, 2]
+    lengths, counts = [128, 300, 33], [2, 2, 2]
     cache, table, contexts = paged("int8_per_token_head", lengths, 2, 64, 16, 3)
     q = torch.randn(3, 2, 8, 64, generator=torch.Generator().manual_seed(4)).to(DEVICE, QUERY_DTYPE)
     n = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
-    whole = verify_attention(q, cache, table, contexts, n, 130, chunk=32)
-    assert torch.equal(whole, verify_attention(q, cache, table, contexts, n, 130, chunk=32))
+    whole = verify_attention(q, cache, table, contexts, n, 300, chunk=32)
+    assert torch.equal(whole, verify_attention(q, cache, table, contexts, n, 300, chunk=32))
     for rows in ([1], [2, 0], [2, 1, 0]):
         part = verify_attention(
             q[rows], cache, table[rows].contiguous(), contexts[rows], n[rows], max(lengths[r] for r in rows), chunk=32
@@ -452,14 +550,37 @@ def test_equal_logits_accept_exactly():
     assert (got.alpha == 1).all() and (got.ratio == 1).all() and (got.kl == 0).all() and got.top1_agrees.all()
 
 
+def test_ties_take_the_lowest_id():
+    """Equal maxima within a run of lanes and across runs: the lowest id is the argmax, of target and draft."""
+    t = torch.zeros(2, 3, 700)
+    t[:, 0, [5, 6]], t[:, 1, [300, 650]], t[:, 2, [8, 16, 699]] = 4.0, 4.0, 4.0
+    got = acceptance(t.to(DEVICE), t[0].to(DEVICE), torch.zeros(3, dtype=torch.long, device=DEVICE))
+    assert got.top1.tolist() == [[5, 300, 8]] * 2 and got.draft_top1[0].tolist() == [5, 300, 8]
+
+
+def test_alpha_of_disjoint_rows_is_not_negative_and_low_temperatures_are_exact():
+    """alpha of rows without a common id is 0 within its accuracy and never below; T = 0.001 and logits of 30,000 keep the
+    tolerance of ordinary ones."""
+    g = torch.Generator().manual_seed(0)
+    width = 4000
+    t, d = torch.randn(1, 4, width, generator=g), torch.randn(4, width, generator=g)
+    t[..., ::2], d[..., 1::2] = float("-inf"), float("-inf")
+    tokens = torch.ones(4, dtype=torch.long, device=DEVICE)
+    alpha = acceptance(t.to(DEVICE), d.to(DEVICE), tokens).alpha
+    assert (alpha >= 0).all() and (alpha < 1e-5).all()
+    t = torch.randn(2, 4, width, generator=g)
+    for scale, temperature, offset in ((1.0, 0.001, 0.0), (1.0, 1.0, 30000.0)):
+        x = (t * scale + offset).to(DEVICE)
+        got = acceptance(x, x[1], tokens, temperature)
+        for name, expected in reference.acceptance(x, x[1], tokens, temperature).items():
+            a, b = getattr(got, name).double().cpu(), expected.double().cpu().expand(2, 4)
+            assert torch.allclose(a, b, atol=5e-5, rtol=5e-5), (name, temperature, offset)
+
+
 def test_nan_rows_stay_nan():
     """A NaN logit makes its own row's figures NaN and no other's."""
     t = torch.randn(1, 3, 500, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     t[0, 1, 7] = float("nan")
     got = acceptance(t, t[0].nan_to_num(0.0), torch.zeros(3, dtype=torch.long, device=DEVICE))
-    assert got.alpha[0].isnan().tolist() == [False, True, False]
-
-
-def test_which_device_ran():
-    """`make test-gpu` must not silently test the interpreter."""
-    assert os.environ.get("SPECQ_REQUIRE_GPU") != "1" or DEVICE == "cuda"
+    for column in (got.alpha, got.kl, got.entropy, got.logp):
+        assert column[0].isnan().tolist() == [False, True, False]

@@ -71,13 +71,13 @@ def test_a_paged_model_is_the_reference(tmp_path, name):
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral", "gemma3"])
-def test_models_of_other_makes(tmp_path, kind):
-    """Bias in K, QK norm, sliding windows: the paged model is the reference there as well."""
+def test_models_of_other_makes(tmp_path, kind, monkeypatch):
+    """Bias in K, QK norm, sliding windows: the paged model is the reference there as well, through the kernels."""
+    monkeypatch.setattr(PagedLayer, "read", None)
     model = load(str(save_model(tmp_path / "m", kind, seed=3, head_dim=64, num_hidden_layers=1)), device=DEVICE)
     plain, paged = caches(model, "int8_per_token_head", 3)
     for a, b in zip(rounds(model, plain), rounds(model, paged), strict=True):
         assert relative(b, a) < TOLERANCE
-    assert all(layer.pages is not None for layer in paged.layers)
 
 
 def test_the_null_arm_sums_in_another_order(tmp_path):
@@ -89,19 +89,28 @@ def test_the_null_arm_sums_in_another_order(tmp_path):
 
 
 def test_masks_that_the_kernels_know():
-    """Causal and windowed masks are recognised by what they allow; another mask is not."""
-    from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+    """Causal and windowed masks are recognised by what they were built from; chunks and other masks are not."""
+    from transformers.masking_utils import (
+        and_masks,
+        causal_mask_function,
+        chunked_causal_mask_function,
+        or_masks,
+        sliding_window_causal_mask_function,
+        sliding_window_overlay,
+    )
 
-    assert LazyMask(causal_mask_function, 1).window(None) == 0
-    assert LazyMask(sliding_window_causal_mask_function(5), 1).window(5) == 5
-    assert LazyMask(sliding_window_causal_mask_function(5), 1).window(4) is None
-    assert LazyMask(lambda b, h, q, k: (k <= q) & (k // 4 == q // 4), 1).window(None) is None
+    assert LazyMask(causal_mask_function, 1).window == 0
+    assert LazyMask(sliding_window_causal_mask_function(4096), 1).window == 4096
+    chunked = chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.long))
+    both = and_masks(sliding_window_overlay(5), causal_mask_function, lambda b, h, q, k: k > 2)
+    for other in (chunked, both, or_masks(sliding_window_overlay(5), causal_mask_function), lambda b, h, q, k: k <= q):
+        assert LazyMask(other, 1).window is None
 
 
 def test_the_choice_of_a_backend_is_explained(caplog):
     """Q-29, no GPU: the torch reference runs, the reason is logged once."""
     kernel_backend.cache_clear()
     with caplog.at_level("INFO", "specq"):
-        backends = {kernel_backend(torch.device("cpu"), 64) for _ in range(3)}
+        backends = {kernel_backend(torch.device("cpu"), 64, 1) for _ in range(3)}
     assert backends == {("torch", "the model is on a cpu device, the kernels need a CUDA GPU")}
     assert len([r for r in caplog.records if "need a CUDA GPU" in r.getMessage()]) == 1

@@ -6,8 +6,8 @@ folded in, is divided by its row's largest magnitude, and probabilities are carr
 largest V scale seen. BF16 pages compute in bf16. Sums are float32.
 
 A sequence is cut into chunks of a fixed number of tokens, each handled by its own program, and merged by log-sum-exp in
-order: results depend on a row's own tokens, never on what shares its batch. On GPUs from compute capability 9.0 with nvcc
-at hand the chunks run in CUDA C++ (verify.cu), elsewhere in the Triton kernel here.
+order: results depend on a row's own tokens, never on what shares its batch. On GPUs of compute capability 9.0 with nvcc
+and ninja at hand the chunks run in CUDA C++ (verify.cu), elsewhere in the Triton kernel here.
 """
 
 import logging
@@ -16,13 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from specq_kernels import verify_cuda
+from specq_kernels import native, verify_cuda
 from specq_kernels.codec import BF16, INTERPRETED, decode, emulated
-from specq_kernels.layout import PagedKV
+from specq_kernels.layout import PagedKV, integers, on
 from specq_kernels.store import CHANNEL, TENSOR, TOKEN_HEAD, TOKEN_HEAD_ASYM, check_head_dim, raw_view
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_GROUP, MAX_QUERIES = 16, 17
+QUERY_TYPES = verify_cuda.QUERY_TYPES
 CHUNKS = (2048, 1024, 512, 256)  # tokens of one program: the first by default
 _log = logging.getLogger("specq_kernels")
 _said: set[str] = set()
@@ -69,7 +70,10 @@ def _attention_kernel(
         head = kv_head * GROUP + r % GROUP
         out_row = (batch * max_queries + r // GROUP) * heads + head
         q_at = (
-            q_ptr + batch.to(tl.int64) * q_batch + (r // GROUP)[:, None].to(tl.int64) * q_token + head[:, None] * q_head
+            q_ptr
+            + batch.to(tl.int64) * q_batch
+            + (r // GROUP)[:, None].to(tl.int64) * q_token
+            + head[:, None].to(tl.int64) * q_head
         )
         q = tl.load(q_at + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
         q_sum = tl.sum(q, 1)
@@ -132,8 +136,8 @@ def _attention_kernel(
             acc = acc + shift[:, None]
         if V_KIND == TENSOR or V_KIND == CHANNEL:
             acc = acc * tl.load(v_static + kv_head * D + d, mask=d < D, other=0.0)[None, :]
-        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        lse = tl.where(total > 0.0, m + tl.log2(total), float("-inf"))
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # NaN stays NaN
+        lse = tl.where(total == 0.0, float("-inf"), m + tl.log2(total))
         place = chunk.to(tl.int64) * rows_total + out_row
         tl.store(part_ptr + place[:, None] * D + d[None, :], acc, mask=live[:, None] & (d < D)[None, :])
         tl.store(lse_ptr + place, lse, mask=live)
@@ -147,10 +151,11 @@ def cap(s, softcap):
 
 @triton.jit
 def _merge_kernel(
-    part_ptr, lse_ptr, out_ptr, context_lens, query_lens, sinks, rows_total, max_queries, heads, chunk_tokens,
+    part_ptr, lse_ptr, out_ptr, context_lens, query_lens, sinks, rows_total, max_queries, heads, spans, span_tokens,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, GROUP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one output row; its chunks weighted by their log-sum-exp (base 2)."""
+    """One program: one output row; its spans weighted by their log-sum-exp (base 2) and added in order, so that the sum does
+    not depend on how many spans the longest row of the batch has."""
     row = tl.program_id(0)
     batch = row // (max_queries * heads)
     query = (row // heads) % max_queries
@@ -158,7 +163,7 @@ def _merge_kernel(
     queries = tl.load(query_lens + batch)
     if query < queries:
         context = tl.load(context_lens + batch)
-        chunks = tl.cdiv(context - queries + query + 1, chunk_tokens)
+        chunks = tl.minimum(tl.cdiv(context - queries + query + 1, span_tokens), spans)
         c = tl.arange(0, BLOCK_S)
         d = tl.arange(0, BLOCK_D)
         lse = tl.load(lse_ptr + c.to(tl.int64) * rows_total + row, mask=c < chunks, other=float("-inf"))
@@ -168,13 +173,17 @@ def _merge_kernel(
             top = tl.maximum(top, sink)
         top = tl.where(top == float("-inf"), 0.0, top)
         weight = tl.exp2(lse - top)
-        total = tl.sum(weight, 0)
-        if HAS_SINKS:
-            total = total + tl.exp2(sink - top)
         place = (c.to(tl.int64) * rows_total + row)[:, None] * D + d[None, :]
         # a chunk outside a row's window has the weight 0 and is not read
-        parts = tl.load(part_ptr + place, mask=(weight > 0.0)[:, None] & (d < D)[None, :], other=0.0)
-        out = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+        parts = tl.load(part_ptr + place, mask=(weight > 0.0)[:, None] & (d < D)[None, :], other=0.0) * weight[:, None]
+        total = 0.0
+        out = tl.zeros([BLOCK_D], tl.float32)
+        for i in tl.static_range(BLOCK_S):
+            total += tl.sum(tl.where(c == i, weight, 0.0), 0)
+            out += tl.sum(tl.where((c == i)[:, None], parts, 0.0), 0)
+        if HAS_SINKS:
+            total = total + tl.exp2(sink - top)
+        out = out / tl.where(total == 0.0, 1.0, total)
         tl.store(out_ptr + row.to(tl.int64) * D + d, out, mask=d < D)
 
 
@@ -187,9 +196,40 @@ def check_shapes(query: torch.Tensor, cache: PagedKV) -> int:
         raise ValueError(
             f"{heads} query heads of {dim} do not fit {kv_heads} KV heads of {cache.k.shape[3]} (group 1 to 16)"
         )
-    if query.stride(3) != 1:
-        raise ValueError("the query's head_dim must be contiguous")
+    if query.stride(3) != 1 or query.dtype not in QUERY_TYPES:
+        raise ValueError(
+            f"a query of {query.dtype} with head_dim strided by {query.stride(3)}; bf16, fp16 or float32 and 1"
+        )
     return heads // kv_heads
+
+
+def check_rows(
+    query: torch.Tensor, cache: PagedKV, block_table: torch.Tensor, context_lens: torch.Tensor, query_lens: torch.Tensor,
+    max_context: int, sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """(table, context lengths, query lengths, sinks) as the kernels read them. Raises ValueError where they do not fit."""
+    batch, device = query.shape[0], query.device
+    if cache.k.device != device:
+        raise ValueError(f"the query is on {device}, the cache on {cache.k.device}")
+    table = integers(block_table, (batch, -1), device, torch.int32, "block_table")
+    if table.shape[1] * cache.page_size < max_context:
+        raise ValueError(
+            f"a block_table of {table.shape[1]} pages of {cache.page_size} ends before {max_context} tokens"
+        )
+    contexts, counts = (
+        integers(t, (batch,), device, torch.int32, name)
+        for t, name in ((context_lens, "context_lens"), (query_lens, "query_lens"))
+    )
+    if sinks is not None:
+        sinks = integers(sinks, (query.shape[2],), device, torch.float32, "sinks")
+    return table, contexts, counts, sinks
+
+
+def positive_scale(scale: float | None, dim: int) -> float:
+    """The softmax scale, head_dim ** -0.5 by default. Raises ValueError unless it is positive."""
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale {scale} is not positive")
+    return dim**-0.5 if scale is None else scale
 
 
 def verify_backend(device: torch.device, dim: int) -> str:
@@ -265,7 +305,7 @@ def verify_attention(
         block_table: int32 `[batch, pages per row]`.
         context_lens: int32 `[batch]`, tokens in the cache, new ones included.
         query_lens: int32 `[batch]`, 0 to `queries`; outputs beyond are undefined.
-        max_context: largest context (an int: no device synchronisation).
+        max_context: largest context, at least (an int: no device synchronisation).
         scale: softmax scale, head_dim ** -0.5 by default. window: sliding window in tokens, 0 for none.
         softcap: soft cap of the scores, 0 for none. sinks: float `[heads]`, one extra logit per head.
         fill: cut the sequences finer where the batch is too small to fill the GPU: faster there, but results then depend
@@ -278,20 +318,28 @@ def verify_attention(
     if not 1 <= query.shape[1] <= MAX_QUERIES:
         raise ValueError(f"{query.shape[1]} queries per sequence; verify_attention takes 1 to {MAX_QUERIES}")
     group = check_shapes(query, cache)
+    table, contexts, counts, sinks = check_rows(query, cache, block_table, context_lens, query_lens, max_context, sinks)
     batch, max_queries, heads, dim = query.shape
+    if batch == 0 or max_context == 0:
+        return torch.empty_like(query, memory_format=torch.contiguous_format)
     if chunk is None:
         heads_of_kv = batch * cache.k.shape[1]
         chunk = filling_chunk(heads_of_kv, max_context, query.device) if fill else CHUNKS[0]
-    common = (query, cache, block_table, context_lens, query_lens, max_context, scale or dim**-0.5, window, softcap)
-    if (backend or verify_backend(query.device, dim)) == "cuda":
-        out, part, lse, span = verify_cuda.verify(*common, chunk, partial=sinks is not None, **(tuning or {}))
-    else:
-        out, part, lse, span = _triton_parts(*common, chunk, tuning or {})
-    if part is not None:
-        rows = batch * max_queries * heads
-        _merge_kernel[(rows,)](
-            part, lse, out, context_lens, query_lens, query if sinks is None else sinks, rows, max_queries, heads, span,
-            D=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_S=triton.next_power_of_2(len(part)), GROUP=group,
-            HAS_SINKS=sinks is not None, num_warps=1,
-        )  # fmt: skip
+    common = (query, cache, table, contexts, counts, max_context, positive_scale(scale, dim), window, softcap, chunk)
+    found = None
+    with on(query.device):
+        if (backend or verify_backend(query.device, dim)) == "cuda":
+            try:
+                found = verify_cuda.verify(*common, partial=sinks is not None, **(tuning or {}))
+            except native.BuildError:
+                if backend:
+                    raise
+        out, part, lse, span = found or _triton_parts(*common, tuning or {})
+        if part is not None:
+            rows = batch * max_queries * heads
+            _merge_kernel[(rows,)](
+                part, lse, out, contexts, counts, query if sinks is None else sinks, rows, max_queries, heads, len(part),
+                span, D=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_S=triton.next_power_of_2(len(part)), GROUP=group,
+                HAS_SINKS=sinks is not None, num_warps=1,
+            )  # fmt: skip
     return out

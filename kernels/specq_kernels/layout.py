@@ -4,6 +4,7 @@ Pages keep one KV head's tokens together (`[pages, kv_heads, page_size, head_dim
 of a page reads page_size * head_dim contiguous elements.
 """
 
+import contextlib
 from dataclasses import dataclass, field
 
 import torch
@@ -57,6 +58,22 @@ SPECS: dict[str, FormatSpec] = {
 }
 
 
+def integers(
+    t: torch.Tensor, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, name: str
+) -> torch.Tensor:
+    """`t` as the kernels read it: contiguous, of `dtype`. Raises ValueError for another shape (-1: any) or device."""
+    fits = len(t.shape) == len(shape) and all(n in (-1, m) for n, m in zip(shape, t.shape, strict=True))
+    if not fits or t.device != device:
+        wanted = " x ".join("any" if n == -1 else str(n) for n in shape)
+        raise ValueError(f"{name} of shape {tuple(t.shape)} on {t.device} must be {wanted} on {device}")
+    return t.to(dtype).contiguous()
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Kernels are launched on the current device: makes it this one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 @dataclass
 class PagedKV:
     """Pages of one layer.
@@ -77,6 +94,12 @@ class PagedKV:
     v_low: torch.Tensor
     k_static: torch.Tensor = field(repr=False)
     v_static: torch.Tensor = field(repr=False)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for tensors with gaps: kernels address them by their shapes."""
+        for name in ("k", "v", "k_scale", "v_scale", "k_low", "v_low", "k_static", "v_static"):
+            if not getattr(self, name).is_contiguous():
+                raise ValueError(f"{name} of a PagedKV must be contiguous")
 
     @classmethod
     def allocate(

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from specq_kernels.attention import LOG2E, cap, check_shapes, power_of_two_above
+from specq_kernels.attention import LOG2E, cap, check_rows, check_shapes, positive_scale, power_of_two_above
 from specq_kernels.codec import BF16, INTERPRETED, decode, emulated
-from specq_kernels.layout import PagedKV
+from specq_kernels.layout import PagedKV, on
 from specq_kernels.store import CHANNEL, TENSOR, TOKEN_HEAD, TOKEN_HEAD_ASYM, raw_view
 
 HEADROOM = tl.constexpr(2.0**-14)  # values stay below 2^14 of their unit: room above and 2^28 below in fp16
@@ -166,7 +166,7 @@ def _dense_kernel(
         r = first + tl.arange(0, BLOCK_M)
         live = r < queries
         d = tl.arange(0, BLOCK_D)
-        q_at = q_ptr + batch.to(tl.int64) * q_batch + r[:, None].to(tl.int64) * q_token + head * q_head
+        q_at = q_ptr + batch.to(tl.int64) * q_batch + r[:, None].to(tl.int64) * q_token + head.to(tl.int64) * q_head
         q = tl.load(q_at + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
         unit = tl.full([BLOCK_M], scale, tl.float32)
         if SCALED:
@@ -214,7 +214,7 @@ def _dense_kernel(
             total = total + tl.exp2(sink - tl.where(m == float("-inf"), 0.0, m))
         if SCALED:
             acc = acc * tl.load(units + pairs + pair)
-        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # NaN stays NaN
         place = (batch * max_queries + r).to(tl.int64) * heads + head
         tl.store(out_ptr + place[:, None] * D + d[None, :], acc, mask=live[:, None] & (d < D)[None, :])
 
@@ -266,17 +266,43 @@ def replay_attention(
     """Causal attention of long query chunks over paged K and V; arguments as in `attention.verify_attention`, queries
     unlimited. Needs room for one unpacked copy of the rows' K and V of this layer, 2 bytes an element."""
     group = check_shapes(query, cache)
-    batch, max_queries, heads, dim = query.shape
-    kv_heads, block_d = cache.k.shape[1], triton.next_power_of_2(dim)
+    batch, max_queries, _, dim = query.shape
+    block_d = triton.next_power_of_2(dim)
     # fastest of a sweep on an H200 at head_dim 128
     chosen = {"block_m": 64, "block_n": 64, "warps": 4, "stages": 2 if block_d > 128 else 3} | (tuning or {})
-    k, v, units = unpack(cache, block_table, context_lens, max_context, chosen["block_n"])
+    table, contexts, counts, sinks = check_rows(query, cache, block_table, context_lens, query_lens, max_context, sinks)
+    if batch == 0 or max_context == 0 or max_queries == 0:
+        return torch.empty_like(query, memory_format=torch.contiguous_format)
+    with on(query.device):
+        return _replay(
+            query,
+            cache,
+            table,
+            contexts,
+            counts,
+            max_context,
+            positive_scale(scale, dim),
+            window,
+            softcap,
+            sinks,
+            group,
+            chosen,
+        )
+
+
+def _replay(
+    query: torch.Tensor, cache: PagedKV, table: torch.Tensor, contexts: torch.Tensor, counts: torch.Tensor, max_context: int,
+    scale: float, window: int, softcap: float, sinks: torch.Tensor | None, group: int, chosen: dict,
+) -> torch.Tensor:  # fmt: skip
+    batch, max_queries, heads, dim = query.shape
+    kv_heads, block_d = cache.k.shape[1], triton.next_power_of_2(dim)
+    k, v, units = unpack(cache, table, contexts, max_context, chosen["block_n"])
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     kind = tl.float32 if INTERPRETED else (tl.bfloat16 if cache.spec.name == "bf16" else tl.float16)
     triton.set_allocator(_descriptor_memory)
     _dense_kernel[(triton.cdiv(max_queries, chosen["block_m"]), batch * heads)](
-        query, *query.stride()[:3], k, v, units, context_lens, query_lens, query if sinks is None else sinks, out,
-        batch * kv_heads, max_queries, heads, kv_heads, k.shape[2], scale or dim**-0.5, window, softcap,
+        query, *query.stride()[:3], k, v, units, contexts, counts, query if sinks is None else sinks, out,
+        batch * kv_heads, max_queries, heads, kv_heads, k.shape[2], scale, window, softcap,
         GROUP=group, D=dim, BLOCK_D=block_d, BLOCK_M=chosen["block_m"], BLOCK_N=chosen["block_n"],
         SCALED=cache.spec.name != "bf16", HAS_SINKS=sinks is not None, WINDOW=window > 0,
         CAPPED=softcap > 0, TYPE=kind,

@@ -44,8 +44,8 @@ __device__ __forceinline__ T over_row(T x, F f) {
 }
 __device__ __forceinline__ bool ordinary(float s) { return s > 1e-25f && s < 1e25f; }
 __device__ __forceinline__ float quotient(float x, float s, float reciprocal) {
-  const float q = x * reciprocal;
-  return fmaf(fmaf(-q, s, x), reciprocal, q);
+  const float q = x * reciprocal, r = fmaf(fmaf(-q, s, x), reciprocal, q);
+  return CODE == E4M3 || CODE == E5M2 ? copysignf(r, x) : r;  // the correction loses the sign of -0
 }
 __device__ __noinline__ float divided(float x, float s) { return __fdiv_rn(x, s); }
 // Eight quotients as codes: to nearest even, saturating. SAFE quotients are finite and in range already.

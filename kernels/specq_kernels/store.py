@@ -1,12 +1,14 @@
 """Quantize K and V of new tokens and scatter them into pages, in one launch."""
 
+import contextlib
+
 import torch
 import triton
 import triton.language as tl
 
-from specq_kernels import store_cuda
+from specq_kernels import native, store_cuda
 from specq_kernels.codec import emulated, encode_raw
-from specq_kernels.layout import PagedKV
+from specq_kernels.layout import PagedKV, integers, on
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 NO_SCALE = tl.constexpr(0)
@@ -25,7 +27,9 @@ def _store_part(
     """Rows `token` x one `head`: load, scale, encode, scatter. Offsets are 64-bit."""
     d = tl.arange(0, BLOCK_D)
     inside = mask[:, None] & (d < D)[None, :]
-    source = x_ptr + token[:, None].to(tl.int64) * x_token + head * x_head + d[None, :] * x_dim
+    source = (
+        x_ptr + token[:, None].to(tl.int64) * x_token + head.to(tl.int64) * x_head + d[None, :].to(tl.int64) * x_dim
+    )
     x = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     row = (slot // PAGE) * heads * PAGE + head * PAGE + slot % PAGE
     if KIND == TENSOR or KIND == CHANNEL:
@@ -109,15 +113,23 @@ def store_kv(
     """
     tokens, heads, dim = k.shape
     check_head_dim(dim)
-    if v.shape != k.shape or cache.k.shape[1] != heads or cache.k.shape[3] != dim or slots.shape != (tokens,):
-        raise ValueError(f"k {tuple(k.shape)}, v {tuple(v.shape)} and slots {tuple(slots.shape)} do not fit the cache")
+    if v.shape != k.shape or cache.k.shape[1] != heads or cache.k.shape[3] != dim:
+        raise ValueError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit the cache's pages {tuple(cache.k.shape)}"
+        )
+    slots = integers(slots, (tokens,), k.device, torch.int64, "slots")
     if tokens == 0:
         return
+    with on(k.device):
+        if bits is None and store_cuda.takes(k, v, cache.spec):
+            with contextlib.suppress(native.BuildError):
+                return store_cuda.store(k, v, cache, slots)
+        _launch(k, v, cache, slots, emulated(k.device) if bits is None else bits)
+
+
+def _launch(k: torch.Tensor, v: torch.Tensor, cache: PagedKV, slots: torch.Tensor, bits: bool) -> None:
+    tokens, heads, dim = k.shape
     spec, block_d = cache.spec, triton.next_power_of_2(dim)
-    if bits is None and store_cuda.takes(k, v, spec):
-        store_cuda.store(k, v, cache, slots)
-        return
-    bits = emulated(k.device) if bits is None else bits
     block_t = max(1, 2048 // block_d)
     _store_kernel[(triton.cdiv(tokens, block_t), heads, 2)](
         k, v, *k.stride(), *v.stride(), slots,

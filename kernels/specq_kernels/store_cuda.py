@@ -31,15 +31,14 @@ def takes(k: torch.Tensor, v: torch.Tensor, spec: FormatSpec) -> bool:
         t.stride(2) == 1 and t.data_ptr() % 16 == 0 and not any(s % 8 for s in t.stride()[:2]) for t in (k, v)
     )
     wanted = k.dtype == v.dtype == torch.bfloat16 and spec.name != "bf16" and k.shape[2] in HEAD_DIMS
-    return wanted and aligned and not native.why_not(k.device)
+    return wanted and aligned and not native.why_not(k.device, "store.cu")
 
 
 @functools.cache
-def library(spec: FormatSpec, dim: int, page: int) -> ctypes.CDLL:
-    """The kernel for one format, head_dim and page size."""
-    loaded = native.load(
-        "store.cu", {"CODE": spec.code, "K_KIND": spec.k_scale, "V_KIND": spec.v_scale, "D": dim, "PAGE": page}
-    )
+def library(spec: FormatSpec, dim: int, page: int, arch: str) -> ctypes.CDLL:
+    """The kernel for one format, head_dim, page size and architecture."""
+    defines = {"CODE": spec.code, "K_KIND": spec.k_scale, "V_KIND": spec.v_scale, "D": dim, "PAGE": page}
+    loaded = native.load("store.cu", defines, arch)
     loaded.launch.argtypes = [ctypes.POINTER(Args), ctypes.c_void_p]
     return loaded
 
@@ -51,7 +50,7 @@ def store(k: torch.Tensor, v: torch.Tensor, cache: PagedKV, slots: torch.Tensor)
         cache.v.data_ptr(), cache.k_scale.data_ptr(), cache.v_scale.data_ptr(), cache.k_low.data_ptr(),
         cache.v_low.data_ptr(), cache.k_static.data_ptr(), cache.v_static.data_ptr(), k.shape[0], k.shape[1],
     )  # fmt: skip
-    kernel = library(cache.spec, k.shape[2], cache.page_size)
+    kernel = library(cache.spec, k.shape[2], cache.page_size, native.architecture(k.device))
     error = kernel.launch(ctypes.byref(args), torch.cuda.current_stream(k.device).cuda_stream)
     if error:
         raise RuntimeError(f"the store kernel could not be launched: CUDA error {error}")

@@ -12,7 +12,8 @@
 // tokens alone.
 //
 // Compiled once per format and shape, with -DCODE -DK_KIND -DV_KIND -DD -DROWS (a multiple of 8) -DGROUP (query heads per KV
-// head) -DPAGE -DCLUSTER (chunks merged at once) -DQ_TYPE (0 bf16, 1 fp16, 2 float32) -DCAPPED (soft cap). attention.py holds the meaning of every argument,
+// head) -DPAGE -DCLUSTER (chunks merged at once) -DQ_TYPE (0 bf16, 1 fp16, 2 float32) -DCAPPED (soft cap). attention.py
+// holds the meaning of every argument,
 // layout.py the numbering of CODE and the kinds.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -644,7 +645,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
       if (ASYM) low += w * remote(smem(&sh.row_shift[row]), c);
       x.x += w * parts[c].x, x.y += w * parts[c].y, x.z += w * parts[c].z, x.w += w * parts[c].w;
     }
-    const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // NaN stays NaN
     x.x = (x.x + low) * inverse, x.y = (x.y + low) * inverse, x.z = (x.z + low) * inverse, x.w = (x.w + low) * inverse;
     if (STATIC_V) {
       const float4 f = *reinterpret_cast<const float4*>(a.v_static + head * D + d);
@@ -655,7 +656,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
     if (a.part) {
       const int64_t place = (int64_t)(blockIdx.x / CLUSTER) * a.rows_total + out_row;
       *reinterpret_cast<float4*>(a.part + place * D + d) = x;
-      if (d == 0) a.lse[place] = sum > 0.0f ? best + log2f(sum) : -INFINITY;
+      if (d == 0) a.lse[place] = sum == 0.0f ? -INFINITY : best + log2f(sum);
     } else {
       const int64_t place = out_row * D + d;
       if constexpr (Q_TYPE == 2) {

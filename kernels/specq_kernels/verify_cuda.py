@@ -37,7 +37,9 @@ def why_not(device: torch.device, dim: int) -> str:
     """Why verify attention of this head_dim runs in Triton on this device; an empty string if it does not."""
     if dim not in HEAD_DIMS:
         return f"head_dim {dim} is not {' or '.join(map(str, HEAD_DIMS))}"
-    return native.why_not(device)
+    why = native.why_not(device, "verify.cu")
+    # warpgroup matrix instructions exist on this architecture alone
+    return why or ("" if native.architecture(device) == "90a" else "the GPU's compute capability is not 9.0")
 
 
 class Config(NamedTuple):
@@ -64,9 +66,9 @@ class Config(NamedTuple):
 
 
 @functools.cache
-def library(config: Config) -> ctypes.CDLL:
+def library(config: Config, arch: str = "90a") -> ctypes.CDLL:
     """The kernel for one configuration."""
-    loaded = native.load("verify.cu", config.defines, config.flags)
+    loaded = native.load("verify.cu", config.defines, arch, config.flags)
     loaded.launch.argtypes = [ctypes.POINTER(Args), ctypes.c_int, ctypes.c_void_p]
     return loaded
 

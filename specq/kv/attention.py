@@ -6,18 +6,21 @@ returns its layer as K and V, and the function below reads it: through the kerne
 evaluated here on each row's true positions.
 """
 
+import inspect
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_overlay
 
 from specq.errors import SpecqError
 from specq.kv.cache import QuantizedLayer
 from specq.kv.paged import PagedLayer
 
 NAME = "specq"
+# what transformers builds its masks from, by the code of the functions it returns
+_SLIDING, _BOTH = sliding_window_overlay(1).__code__, and_masks(causal_mask_function, causal_mask_function).__code__
 
 
 class LazyMask:
@@ -26,25 +29,20 @@ class LazyMask:
     def __init__(self, function: Callable, query_length: int) -> None:
         self.function, self.query_length = function, query_length
         self._built: torch.Tensor | None = None
-        self._window: int | None = None
 
-    def window(self, size: int | None) -> int | None:
-        """Which window (0: none) makes this mask the kernels' own: causal, of the layer's `size` or of none. None where it
-        is another mask: the function is compared with both on positions around the window's edge."""
+    @property
+    def window(self) -> int | None:
+        """The window (0: none) where this is one of the kernels' own masks, causal or causal within a sliding window, by
+        what transformers built it from; None for every other mask."""
         if self.function is causal_mask_function:
             return 0
-        if self._window is None:
-            self._window = -1
-            for candidate in (size or 0, 0):
-                edge = candidate or 7
-                q = torch.arange(3 * edge + 2)[:: max(1, edge // 3), None]
-                k = torch.arange(3 * edge + 2)[None]
-                zero = torch.zeros_like(q)
-                expected = (k <= q) & (k > q - candidate if candidate else True)
-                if torch.equal(self.function(zero, zero, q, k).expand(expected.shape), expected):
-                    self._window = candidate
-                    break
-        return None if self._window < 0 else self._window
+        if self.function.__code__ is not _BOTH:
+            return None
+        parts = inspect.getclosurevars(self.function).nonlocals["mask_functions"]
+        others = [f for f in parts if f is not causal_mask_function]
+        if len(parts) != 2 or len(others) != 1 or others[0].__code__ is not _SLIDING:
+            return None
+        return inspect.getclosurevars(others[0]).nonlocals["sliding_window"]
 
     def build(self, layer: QuantizedLayer, device: torch.device) -> torch.Tensor | None:
         """Boolean `[B or 1, 1, query, slots]`, True where attention is allowed; None for a plain causal square."""
@@ -130,7 +128,7 @@ def attention(
     query = key.round_query(query)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap = softcap if softcap is not None else getattr(module, "attn_logit_softcapping", None)
-    if isinstance(key, PagedLayer) and (window := attention_mask.window(kwargs.get("sliding_window"))) is not None:
+    if isinstance(key, PagedLayer) and (window := attention_mask.window) is not None:
         return key.attend(query, scaling, window, softcap, s_aux), None
     k, v = key.read(query.dtype)
     allowed = attention_mask.build(key, query.device)

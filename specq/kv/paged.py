@@ -27,16 +27,16 @@ class Backend(NamedTuple):
 
 
 @functools.cache
-def kernel_backend(device: torch.device, head_dim: int) -> Backend:
-    """The backend on this device; logged once."""
-    found = _find(device, head_dim)
+def kernel_backend(device: torch.device, head_dim: int, group: int) -> Backend:
+    """The backend on this device for `group` query heads per KV head; logged once."""
+    found = _find(device, head_dim, group)
     _log.info(
         "attention on %s, head_dim %d: %s%s", device, head_dim, found.name, f" ({found.why})" if found.why else ""
     )
     return found
 
 
-def _find(device: torch.device, head_dim: int) -> Backend:
+def _find(device: torch.device, head_dim: int, group: int) -> Backend:
     if device.type != "cuda":
         return Backend("torch", f"the model is on a {device.type} device, the kernels need a CUDA GPU")
     if os.environ.get("SPECQ_KERNELS") == "0":
@@ -44,10 +44,13 @@ def _find(device: torch.device, head_dim: int) -> Backend:
     if importlib.util.find_spec("triton") is None:
         return Backend("torch", "Triton is not installed")
     from specq_kernels import verify_cuda
+    from specq_kernels.attention import MAX_GROUP
     from specq_kernels.store import HEAD_DIMS
 
     if head_dim not in HEAD_DIMS:
         return Backend("torch", f"the kernels have no head_dim {head_dim}")
+    if group > MAX_GROUP:
+        return Backend("torch", f"the kernels take {MAX_GROUP} query heads per KV head, not {group}")
     why = verify_cuda.why_not(device, head_dim)
     return Backend("triton", why) if why else Backend("cuda", "")
 
@@ -79,8 +82,7 @@ class PagedLayer(QuantizedLayer):
         at = self.rows.on(device)[:, None] + torch.arange(new, device=device)
         slots = self.table.gather(1, at // PAGE).long() * PAGE + at % PAGE
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (key_states, value_states))
-        with _on(device):
-            store_kv(k, v, self.pages, slots.flatten())
+        store_kv(k, v, self.pages, slots.flatten())
 
     def read(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """See `QuantizedLayer.read`; gathers the pages."""
@@ -113,21 +115,17 @@ class PagedLayer(QuantizedLayer):
         longest, other = self.rows.longest + new, self.rows.splits > 1
         arguments = (query.transpose(1, 2), self.pages, self.table, contexts, counts, longest, scaling, window)
         arguments += (softcap or 0.0, sinks)
-        with _on(device):
-            if new <= MAX_VERIFY:
-                return verify_attention(*arguments, chunk=256 if other else None)
-            return replay_attention(*arguments, tuning={"block_n": 32} if other else None)
+        if new <= MAX_VERIFY:
+            return verify_attention(*arguments, chunk=256 if other else None)
+        return replay_attention(*arguments, tuning={"block_n": 32} if other else None)
 
     def select(self, rows: torch.Tensor) -> None:
-        """See `QuantizedLayer.select`; only the tables are copied."""
+        """See `QuantizedLayer.select`; only the tables are copied, so no row may be taken twice."""
+        if len(rows.unique()) < len(rows):
+            raise ValueError("a row of a paged cache cannot be taken twice")
         self.table = self.table[rows.to(self.table.device)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of pages and scales."""
         return 0 if self.pages is None else self.pages.nbytes
-
-
-def _on(device: torch.device) -> torch.cuda.device:
-    """Kernels are launched on the current device."""
-    return torch.cuda.device(device if device.type == "cuda" else -1)
