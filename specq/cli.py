@@ -161,6 +161,31 @@ def capacity(
     )  # fmt: skip
 
 
+@app.command("import-metrics")
+def import_metrics(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help="BEFORE AFTER (or more scrapes in order of time), bench results, logs, histograms."),
+    ] = None,
+    against: Annotated[
+        list[Path] | None, typer.Option(help="Files of another server or time to compare with; repeat.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Scrape a live server: http://host:port/metrics.")] = None,
+    every: Annotated[str, typer.Option(help="Time between scrapes of --url.")] = "10s",
+    span: Annotated[str, typer.Option("--for", help="How long to scrape --url.")] = "5m",
+    model: Annotated[str | None, typer.Option(help="Served model, where there are several.")] = None,
+    draft_cost: Annotated[
+        float | None, typer.Option(help="Draft step over target step in seconds: name the K it supports.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for metrics.json and the scrapes.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Acceptance from a server's own counters, without GPU or models."""
+    from specq.metrics.command import import_metrics_command
+
+    import_metrics_command(paths or [], against or [], url, every, span, model, draft_cost, out, as_json)
+
+
 @app.command()
 def rollout(
     pair: Annotated[str, typer.Option(help="Registered pair; `specq pairs` lists them.")] = "tiny",
