@@ -6,7 +6,8 @@ emitted = n / N and S_k = A_k / N. Predicted, the chain of `specq.chain` gives t
 
 The joint test asks whether the engine's cycles are those the chain says, given the text. With the literal b in place of a,
 the chain's sums are conditional means of A_k given the whole text, so A_k minus them has mean 0 for every document;
-Hotelling's T^2 over documents tests all k at once (N follows, since N + sum A_k = n).
+Hotelling's T^2 over documents tests all k at once (N follows, since N + sum A_k = n). A greedy draft leaves no chance:
+the text alone tells its cycles, and A_k must be met exactly wherever both sides agree on the draft's argmax.
 """
 
 from collections.abc import Sequence
@@ -63,13 +64,20 @@ def predict(a: np.ndarray, b: np.ndarray, positions: np.ndarray, k: int) -> Pred
 
 
 def hotelling(x: np.ndarray) -> tuple[float | None, float | None]:
-    """(T^2, p) that the mean of rows x [documents, K] is 0; directions without spread are left out.
+    """(T^2, p) that the mean of rows x [documents, K] is 0.
 
-    None where there are no more documents than directions.
+    Directions without spread decide by themselves: a constant other than 0 is impossible (p = 0), zeros throughout are
+    what was expected. None where there are no more documents than directions left.
     """
-    n = len(x)
-    x = x[:, x.std(0) > 0]
-    if not x.shape[1] or n <= x.shape[1]:
+    n, flat = len(x), x.std(0) == 0
+    if n < 2:
+        return None, None
+    if (x[0, flat] != 0).any():
+        return None, 0.0
+    x = x[:, ~flat]
+    if not x.shape[1]:
+        return 0.0, 1.0
+    if n <= x.shape[1]:
         return None, None
     mean, covariance = x.mean(0), np.atleast_2d(np.cov(x, rowvar=False))
     rank = int(np.linalg.matrix_rank(covariance))
@@ -100,7 +108,8 @@ def compare(documents: Sequence[str], observed: Observed, predicted: Predicted, 
         }
         for name, top, top_p in both
     }
-    t2, p = hotelling(hits - groups.sum(predicted.literal))
+    gaps = hits - groups.sum(predicted.literal)
+    t2, p = hotelling(gaps)
     return {
         "requests": len(documents),
         "documents": groups.count,
@@ -108,7 +117,12 @@ def compare(documents: Sequence[str], observed: Observed, predicted: Predicted, 
         "cycles": int(ends.sum()),
         "emitted": blocks["emitted"],
         "marginal_survival": [blocks[f"S_{i + 1}"] for i in range(hits.shape[1])],
-        "joint_test": {"hotelling_t2": t2, "p_value": p, "directions": hits.shape[1]},
+        "joint_test": {
+            "hotelling_t2": t2,
+            "p_value": p,
+            "directions": hits.shape[1],
+            "accepted_minus_expected": gaps.sum(0).tolist(),
+        },
     }
 
 

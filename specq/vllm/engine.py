@@ -52,9 +52,7 @@ def run_pass(engine: Any, prompts: list[list[int]], params: Any, tag: str) -> Pa
             rows.append(got)
             firsts.append(first)
     requests = [logs[i] for i in sorted(logs)]
-    return Pass(
-        seconds=time.perf_counter() - start, requests=requests, step_ends=ends, rows=rows, firsts=firsts
-    )
+    return Pass(seconds=time.perf_counter() - start, requests=requests, step_ends=ends, rows=rows, firsts=firsts)
 
 
 def read_counters(llm: Any) -> dict[str, Any] | None:  # noqa: ANN401
@@ -118,7 +116,9 @@ def main(request_path: str, result_path: str) -> None:
         digest=request.digest,
         versions=versions,
         device=device,
-        timing_mode="eager" if request.engine.get("enforce_eager") else "compiled, CUDA graphs where the device has them",
+        timing_mode="eager"
+        if request.engine.get("enforce_eager")
+        else "compiled, CUDA graphs where the device has them",
         passes=passes,
         counters=counters,
     )

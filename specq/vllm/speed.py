@@ -81,9 +81,7 @@ def timings(cycles: Mapping[tuple[str, int], Sequence[float]], batch: int, conte
     usable = {f: dict(sorted(t.items())) for f, t in per_format.items() if 0 in t and len(t) > 1}
     if not usable:
         return None
-    rises = [
-        (t[b] - t[a]) / (b - a) for t in usable.values() for a, b in zip(list(t), list(t)[1:], strict=False)
-    ]
+    rises = [(t[b] - t[a]) / (b - a) for t in usable.values() for a, b in zip(list(t), list(t)[1:], strict=False)]
     draft = max(min(rises), 1e-9)
     records = []
     for fmt, times in usable.items():
