@@ -86,6 +86,8 @@ def validate_command(
     if probe and parse_version(version) not in PROBED:
         known = ", ".join(".".join(map(str, v)) for v in PROBED)
         raise SpecqError(f"--probe knows the sampler of vLLM {known}, not of {version}")
+    if probe and tensor_parallel > 1:
+        raise SpecqError("--probe records in one process: use it with --tensor-parallel 1")
     common = dict(
         batch=batch or found.config.batch[0], passes=passes, seed=found.config.seed, eager=eager,
         tensor_parallel=tensor_parallel, memory_share=memory_share,

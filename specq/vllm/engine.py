@@ -100,6 +100,10 @@ def main(request_path: str, result_path: str) -> None:
     """Run the cell of REQUEST.json and write RESULT.json, whole or not at all."""
     request = CellRequest.model_validate_json(Path(request_path).read_text(encoding="utf-8"))
     os.environ.update(request.environment)  # before vLLM reads it
+    if request.probe:
+        from specq.vllm import probe
+
+        probe.register()  # the plugin's own call comes to nothing then; without an installed specq it never comes
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -108,8 +112,6 @@ def main(request_path: str, result_path: str) -> None:
         llm, lambda sampling: SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA), request
     )
     if request.probe:
-        from specq.vllm import probe
-
         probe.close()
     versions, device = _environment()
     result = CellResult(

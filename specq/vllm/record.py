@@ -205,6 +205,8 @@ def _warnings(v: "Validation") -> list[str]:
         )
     if 0 < v.work.transform.temperature < 0.01 and not v.work.transform.greedy:
         out.append("vLLM raises a temperature below 0.01 to 0.01")
+    if v.work.probe:
+        out.append("timed with the probe, which waits for the device in every step: step times are not a server's")
     if v.work.eager:
         out.append("timed in eager mode: step times are not those of a server with CUDA graphs")
     return out

@@ -13,7 +13,7 @@ from specq.cost import CostModel
 from specq.errors import SpecqError
 from specq.finished import Finished
 from specq.progress import Reporter
-from specq.vllm import agreement
+from specq.vllm import agreement, probed
 from specq.vllm.plan import Cell, Workload, build, random_prompts
 from specq.vllm.protocol import CellRequest
 from specq.vllm.record import validation_json
@@ -166,7 +166,12 @@ class Validation:
             seen = agreement.observe(logs, cell.k)
             told = agreement.predict(a, b, seen.positions, cell.k)
             documents = [request.documents[r.prompt] for r in logs]
-            self.agreements[cell.name] = agreement.compare(documents, seen, told, self.found.config.seed)
+            made = agreement.compare(documents, seen, told, self.found.config.seed)
+            if request.probe:
+                arm = f"{cell.fmt.name}+{cell.draft_fmt(self.work.version).name}"
+                rows = probed.collect(Path(request.environment["SPECQ_PROBE"]), arm)
+                made["probe_alpha"] = probed.compare_alpha(rows, result, logs, a) if rows else None
+            self.agreements[cell.name] = made
             self._write()
 
     @property
