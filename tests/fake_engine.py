@@ -103,7 +103,9 @@ class Engine:
             else:
                 drafted.append(int(inverse_cdf(p[None], torch.rand(1, generator=self.generator, dtype=torch.float64))))
         p = self._probs(self.target, tokens + drafted, self.k + 1)
-        n, after = verify_cycle(p[None], torch.stack(q)[None], torch.tensor([drafted]), self.rule, self.generator)
+        known = None if self.rule.draft_sampling == "greedy" else torch.stack(q)[None]
+        coins, picks = (torch.rand(1, n, generator=self.generator, dtype=torch.float64) for n in (self.k, self.k + 1))
+        n, after = verify_cycle(p[None], known, torch.tensor([drafted]), self.rule, coins, picks)
         return [*drafted[: int(n)], int(after)]
 
     def step(self):

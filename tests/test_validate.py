@@ -101,7 +101,7 @@ def test_literal_cycles_agree_with_the_replay_of_their_tokens(swept, name):
     assert agreed["positions"] == 16 * PASSES * 22  # 24 tokens, less prefill's and the last
     assert agreed["joint_test"]["p_value"] > 1e-3
     if name.endswith("greedy"):  # the text alone tells a greedy draft's cycles
-        assert agreed["joint_test"]["accepted_minus_expected"] == [0.0, 0.0]
+        assert agreed["joint_test"]["exact"]
     gap = agreed["emitted"]["difference"]
     assert abs(gap["value"]) < 4 * gap["se"]
     survival = [s["measured"]["value"] for s in agreed["marginal_survival"]]
@@ -213,16 +213,6 @@ def test_observed_cycles_leave_the_last_position_out():
     assert seen.positions.tolist() == [5] and seen.ends.tolist() == [2]
     assert seen.accepted.tolist() == [[2, 1]]
     assert seen.ends[0] + seen.accepted[0].sum() == seen.positions[0]
-
-
-def test_hotelling_is_calibrated_and_has_power():
-    rng = np.random.default_rng(0)
-    p = [agreement.hotelling(rng.standard_normal((20, 3)))[1] for _ in range(400)]
-    assert 0.025 < np.mean(np.array(p) < 0.05) < 0.085
-    assert agreement.hotelling(rng.standard_normal((20, 3)) + 2)[1] < 1e-6
-    flat = np.column_stack([rng.standard_normal(20), np.zeros(20)])
-    assert agreement.hotelling(flat)[1] is not None and agreement.hotelling(flat[:1]) == (None, None)
-    assert agreement.hotelling(np.zeros((5, 2))) == (0.0, 1.0) and agreement.hotelling(np.ones((5, 2)))[1] == 0.0
 
 
 def test_steady_steps_leave_prefill_and_ragged_ends_out():

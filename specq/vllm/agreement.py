@@ -4,19 +4,18 @@ Both sides count positions 1..T-1 of every response (0 is prefill's token): whet
 seen where the length limit or EOS cut it. Measured, N ends and A_k accepted k-th drafts over n positions give
 emitted = n / N and S_k = A_k / N. Predicted, the chain of `specq.chain` gives the same from a and b.
 
-The joint test asks whether the engine's cycles are those the chain says, given the text. With the literal b in place of a,
-the chain's sums are conditional means of A_k given the whole text, so A_k minus them has mean 0 for every document;
-Hotelling's T^2 over documents tests all k at once (N follows, since N + sum A_k = n). A greedy draft leaves no chance:
-the text alone tells its cycles, and A_k must be met exactly wherever both sides agree on the draft's argmax.
+The joint test is that of rollouts (`specq.agreement`): given the text, are as many drafts accepted at every depth as the
+chain says? For a greedy draft the text alone tells the cycles, and the counts must be met exactly wherever both sides agree
+on the draft's argmax.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import fdtrc
 
 from specq import chain, stats
+from specq.agreement import of_counts
 from specq.analysis import by_text
 from specq.config import DRAWS
 from specq.vllm.protocol import RequestLog
@@ -47,42 +46,17 @@ def observe(requests: Sequence[RequestLog], k: int) -> Observed:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Per request: expected ends [R] and accepted k-th drafts [R, K]; `literal` is their mean given the text [R, K]."""
+    """The chain over the counted positions of every request: on (a, b) as the estimator runs it, and on (b, b)."""
 
-    ends: np.ndarray
-    accepted: np.ndarray
-    literal: np.ndarray
+    told: chain.ChainResult
+    given_text: chain.ChainResult
 
 
 def predict(a: np.ndarray, b: np.ndarray, positions: np.ndarray, k: int) -> Predicted:
     """Run the chain over the first `positions` of every text; a, b [sum over texts of positions + 1] (the last unused)."""
     whole = positions.astype(int) + 1
     at, bt = by_text(a, whole), by_text(b, whole)
-    expected = chain.run_chain(at, bt, positions, k)
-    literal = chain.run_chain(bt, bt, positions, k)
-    return Predicted(expected.ends[:, k - 1], expected.accepted[:, k - 1, :k], literal.accepted[:, k - 1, :k])
-
-
-def hotelling(x: np.ndarray) -> tuple[float | None, float | None]:
-    """(T^2, p) that the mean of rows x [documents, K] is 0.
-
-    Directions without spread decide by themselves: a constant other than 0 is impossible (p = 0), zeros throughout are
-    what was expected. None where there are no more documents than directions left.
-    """
-    n, flat = len(x), x.std(0) == 0
-    if n < 2:
-        return None, None
-    if (x[0, flat] != 0).any():
-        return None, 0.0
-    x = x[:, ~flat]
-    if not x.shape[1]:
-        return 0.0, 1.0
-    if n <= x.shape[1]:
-        return None, None
-    mean, covariance = x.mean(0), np.atleast_2d(np.cov(x, rowvar=False))
-    rank = int(np.linalg.matrix_rank(covariance))
-    t2 = float(n * mean @ np.linalg.pinv(covariance) @ mean)
-    return t2, float(fdtrc(rank, n - rank, t2 * (n - rank) / (rank * (n - 1))))
+    return Predicted(*(chain.run_chain(x, bt, positions, k) for x in (at, bt)))
 
 
 def _ratio(resampler: stats.Resampler, parts: list[tuple[float, np.ndarray, np.ndarray]]) -> dict:
@@ -97,9 +71,11 @@ def compare(documents: Sequence[str], observed: Observed, predicted: Predicted, 
     """
     groups = stats.Documents.of(list(documents))
     resampler = stats.Resampler(groups.count, DRAWS, seed)
+    k = observed.accepted.shape[1]
+    told = predicted.told
     n, ends, hits = (groups.sum(x) for x in (observed.positions, observed.ends, observed.accepted))
-    ends_p, hits_p = groups.sum(predicted.ends), groups.sum(predicted.accepted)
-    both = [("emitted", n, n), *((f"S_{i + 1}", hits[:, i], hits_p[:, i]) for i in range(hits.shape[1]))]
+    ends_p, hits_p = groups.sum(told.ends[:, k - 1]), groups.sum(told.accepted[:, k - 1, :k])
+    both = [("emitted", n, n), *((f"S_{i + 1}", hits[:, i], hits_p[:, i]) for i in range(k))]
     blocks = {
         name: {
             "measured": _ratio(resampler, [(1.0, top, ends)]),
@@ -108,20 +84,21 @@ def compare(documents: Sequence[str], observed: Observed, predicted: Predicted, 
         }
         for name, top, top_p in both
     }
-    gaps = hits - groups.sum(predicted.literal)
-    t2, p = hotelling(gaps)
+    joint = of_counts(observed.ends, observed.accepted, told, predicted.given_text, k, groups.sum)
     return {
         "requests": len(documents),
         "documents": groups.count,
         "positions": int(n.sum()),
         "cycles": int(ends.sum()),
         "emitted": blocks["emitted"],
-        "marginal_survival": [blocks[f"S_{i + 1}"] for i in range(hits.shape[1])],
+        "marginal_survival": [blocks[f"S_{i + 1}"] for i in range(k)],
         "joint_test": {
-            "hotelling_t2": t2,
-            "p_value": p,
-            "directions": hits.shape[1],
-            "accepted_minus_expected": gaps.sum(0).tolist(),
+            "tested": joint.tested,
+            "exact": joint.exact,
+            "p_value": joint.p_value if joint.tested else None,
+            "statistic": joint.statistic,
+            "degrees_of_freedom": joint.dof,
+            "power_against_2_percent": joint.power,
         },
     }
 

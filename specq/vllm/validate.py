@@ -62,6 +62,8 @@ def workload(found: Finished, version: str, num_prompts: int | None, **options: 
     """The study's own prompts, sampling and pair as vLLM is to run them."""
     texts = found.material.main.texts[:num_prompts]
     facts = found.facts(found.config)
+    if not pairs.find(found.config.pair, found.config.target, found.config.draft).draft.is_model:
+        raise SpecqError("`specq validate` runs draft models; the draft of this study is none")
     if facts.target_vocab != facts.draft_vocab:
         raise SpecqError(
             f"vLLM refuses draft_model pairs of unequal vocabulary size ({facts.target_vocab} and {facts.draft_vocab})"
