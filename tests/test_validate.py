@@ -1,6 +1,7 @@
 """Validation against an engine in a process of its own: agreement with the replay, failures, resuming, step times."""
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import sys
@@ -143,6 +144,22 @@ def test_file_answers_the_questions(study, swept):
     assert fmt["regret"] is None or recommended in (0, 2)
     assert fmt["serving_tokens_for_the_replays_error"]["2"] > 0
     assert any("cannot set the draft's KV format" in w for w in made["warnings"])
+
+
+def test_page_of_the_check_tells_every_cell(swept, tmp_path):
+    """studies/vllm_check.py writes its table, regret lines and plot from validation.json alone."""
+    spec = importlib.util.spec_from_file_location("vllm_check", FAKE.parents[1] / "studies" / "vllm_check.py")
+    check = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(check)
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "study.json").write_text("{}")
+    check.page(tmp_path, tmp_path / "page", swept[0], swept[0])
+    written = (tmp_path / "page" / "README.md").read_text()
+    for cell in swept[0]["cells"]:
+        assert f"| {cell['name']} |" in written
+    assert "ValueError: Selected backend" in written and "regret" in written
+    assert (tmp_path / "page" / "curves.png").stat().st_size > 10_000
+    assert str(swept[3].parent.parent) not in (tmp_path / "page" / "validation.json").read_text()
 
 
 def test_a_kept_result_answers_its_own_request_only(swept):
