@@ -10,7 +10,7 @@ from specq.vllm import agreement, speed
 from specq.vllm.plan import Cell
 from specq.vllm.protocol import CellResult
 from specq.vllm.runner import Outcome
-from specq.vllm_options import draft_kv_is_free
+from specq.vllm_options import CPU_VERIFIES_WRONGLY, draft_kv_is_free, parse_version
 
 if TYPE_CHECKING:
     from specq.vllm.validate import Validation
@@ -205,6 +205,12 @@ def _warnings(v: "Validation") -> list[str]:
         )
     if 0 < v.work.transform.temperature < 0.01 and not v.work.transform.greedy:
         out.append("vLLM raises a temperature below 0.01 to 0.01")
+    on_cpu = any(o.result is not None and o.result.device == "cpu" for o in v.outcomes.values())
+    if on_cpu and not v.work.transform.greedy and parse_version(v.work.version) in CPU_VERIFIES_WRONGLY:
+        out.append(
+            f"vLLM {v.work.version} on a CPU verifies with a temperature that it never set: above temperature 0 its acceptance"
+            " and its text are wrong, and the disagreement here is its own"
+        )
     if v.work.probe:
         out.append("timed with the probe, which waits for the device in every step: step times are not a server's")
     if v.work.eager:
