@@ -168,6 +168,9 @@ def test_a_kept_result_answers_its_own_request_only(swept):
     request = CellRequest.model_validate_json((out / "bf16-k0.request.json").read_text())
     assert finished(out, request) is not None
     assert finished(out, request.model_copy(update={"passes": 7})) is None
+    moved = request.model_copy(update={"engine": request.engine | {"model": "/elsewhere/t"}})
+    assert finished(out, moved) is not None  # the same directory in another place
+    assert finished(out, request.model_copy(update={"engine": request.engine | {"model": "/elsewhere/u"}})) is None
     copy = out / "half.result.json"
     copy.write_text((out / "bf16-k0.result.json").read_text()[:200])
     assert finished(out, request.model_copy(update={"name": "half"})) is None

@@ -5,6 +5,8 @@ cycles are seen one by one: in steady decoding a step is one cycle, and its toke
 """
 
 import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -41,8 +43,13 @@ class CellRequest(_Strict):
 
     @property
     def digest(self) -> str:
-        """What a finished result must have been asked for to be kept."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        """What a finished result must have been asked for to be kept; where models and the probe's files lie does not count,
+        so that a sweep goes on in another place or on another machine of the same kind."""
+        asked = self.model_dump(mode="json", exclude={"environment"}) | {"probe": self.probe is not None}
+        engine = asked["engine"] = {**asked["engine"], "model": Path(self.engine["model"]).name}
+        if spec := engine.get("speculative_config"):
+            engine["speculative_config"] = {**spec, "model": Path(spec["model"]).name}
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
 class RequestLog(_Strict):

@@ -51,7 +51,7 @@ def validation_json(v: "Validation") -> dict:
         for c in v.cells
         if (block := blocks[c.name])["status"] == "ok" and block["speed"]["cycle_seconds_repeats"] and _is_main(v, c)
     }
-    timings = speed.timings(cycles, v.work.batch, v.context)
+    timings = None if v.work.probe else speed.timings(cycles, v.work.batch, v.context)
     return {
         "schema_version": SCHEMA_VERSION,
         "specq": __version__,
