@@ -11,14 +11,14 @@ documents (Anderson 2003, 5.2); independent rollouts are joined by turning p-val
 of freedom (Lancaster 1961).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats as scipy_stats
 
 from specq.analysis import by_text
-from specq.chain import run_chain
+from specq.chain import ChainResult, run_chain
 from specq.replay import ReplayResult
 from specq.rollout import Rollout
 from specq.rules import Rule, acceptance_terms
@@ -71,9 +71,24 @@ def compare(rollout: Rollout, replay: ReplayResult, rule: Rule) -> Agreement:
         for x in acceptance_terms(replay.arms[rollout.arm.name].columns, tokens, rule)
     )
     told, given_text = (run_chain(x, b, lengths, k) for x in (a, b))
-    expected = told.accepted[:, k - 1, :k]
-    d = rollout.accepted - given_text.accepted[:, k - 1, :k]
-    e = given_text.accepted[:, k - 1, :k] - expected
+    return of_counts(rollout.ends, rollout.accepted, told, given_text, k)
+
+
+def of_counts(
+    ends: np.ndarray,
+    accepted: np.ndarray,
+    told: ChainResult,
+    given_text: ChainResult,
+    k: int,
+    by_document: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+) -> Agreement:
+    """The test for counted cycles of N texts: `ends` [N], `accepted` [N, K] beside the chain run on (a, b) and on (b, b).
+
+    `by_document` sums rows of texts to rows of documents, where one has several.
+    """
+    expected = by_document(told.accepted[:, k - 1, :k])
+    given = by_document(given_text.accepted[:, k - 1, :k])
+    d, e = by_document(accepted) - given, given - expected
     exact = bool(np.abs(d).max() < 1e-6)
     starts = np.arange(max(1, int((expected.sum(0) >= RARE).sum())))
     d, e, off = (np.add.reduceat(x, starts, axis=1) for x in (d, e, ERROR * expected))
@@ -81,9 +96,9 @@ def compare(rollout: Rollout, replay: ReplayResult, rule: Rule) -> Agreement:
     enough = exact or expected.sum() >= RARE
     dof, statistic, p_value, noncentrality = _hotelling(np.concatenate([d, e], axis=1) * enough, error)
     return Agreement(
-        ends=float(rollout.ends.sum()),
+        ends=float(ends.sum()),
         ends_expected=float(told.ends[:, k - 1].sum()),
-        accepted=rollout.accepted.sum(0),
+        accepted=accepted.sum(0),
         accepted_expected=expected.sum(0),
         documents=len(d),
         dof=dof,

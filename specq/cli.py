@@ -117,18 +117,6 @@ def merge(
 
 
 @app.command()
-def import_metrics(
-    before: Annotated[Path, typer.Argument(help="Text of a vLLM server's /metrics page.")],
-    after: Annotated[Path | None, typer.Argument(help="The same, later; without it: since the server's start.")] = None,
-    model: Annotated[str | None, typer.Option(help="model_name, where the server has several.")] = None,
-) -> None:
-    """What a server counted about speculative decoding, as JSON."""
-    from specq.engines.metrics import import_metrics as read
-
-    typer.echo(json.dumps(read(before, after, model).as_dict(), indent=2, allow_nan=False))
-
-
-@app.command()
 def tune(
     study_dir: Annotated[Path, typer.Argument(help="Directory of a finished study.")],
     cost: Annotated[str | None, typer.Option(help="roofline:[Nx]GPU[@TIMINGS], measured, or a timings file.")] = None,
@@ -199,6 +187,72 @@ def capacity(
         pair=pair, target=target, draft=draft, dtypes=dtype or [], draft_dtype=draft_dtype, gpus=gpus, context=context,
         sequences=sequences, weight_bytes=weight_bytes, utilisation=memory_share, reserve_gb=reserve_gb, as_json=as_json,
     )  # fmt: skip
+
+
+@app.command()
+def validate(
+    study_dir: Annotated[Path, typer.Argument(help="Directory of a finished study.")],
+    dtype: Annotated[list[str] | None, typer.Option(help="KV format; repeat. Default: BF16 and the study's.")] = None,
+    k: Annotated[str | None, typer.Option("--k", help="K to run, as 0,2,4,8; 0 always runs.")] = None,
+    cell: Annotated[
+        list[str] | None, typer.Option(help="Extra cell, like fp8:4:greedy or fp8:4@TRITON_ATTN; repeat.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Requests in flight; default: the study's first batch.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Prompts of the study to use; default all.")] = None,
+    passes: Annotated[int, typer.Option(help="Times that every cell runs all prompts.")] = 3,
+    synthetic: Annotated[
+        bool, typer.Option("--synthetic", help="Dummy weights, the study's acceptance: true step times of a shape.")
+    ] = False,
+    pair: Annotated[str | None, typer.Option(help="With --synthetic: the registered pair whose shape to run.")] = None,
+    context: Annotated[int | None, typer.Option(help="With --synthetic: tokens per prompt.")] = None,
+    cost: Annotated[str | None, typer.Option(help="Cost model of the predicted speedup; default the study's.")] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Record p, q, ratio, alpha inside the engine.")] = False,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="No compilation and graphs: starts faster, times nothing.")
+    ] = False,
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs of the engine.")] = 1,
+    memory_share: Annotated[float, typer.Option(help="vLLM's gpu_memory_utilization.")] = 0.9,
+    time_limit: Annotated[float, typer.Option(help="Seconds that one cell may take.")] = 900.0,
+    stop_after: Annotated[float | None, typer.Option(help="Seconds after which no further cell is started.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda for the replay; default the study's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory; default STUDY_DIR/validation.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, for logs.")] = False,
+) -> None:
+    """Run the study's pair in vLLM and set measured acceptance and speed beside the predicted. Resumable."""
+    from specq.vllm.command import validate_command
+    from specq.vllm.validate import Limits
+
+    validate_command(
+        study_dir, dtypes=dtype or [], ks=_numbers(k, "--k"), extra=cell or [], batch=batch, num_prompts=num_prompts,
+        passes=passes, synthetic=synthetic, pair=pair, context=context, cost=cost, probe=probe, eager=eager,
+        tensor_parallel=tensor_parallel, memory_share=memory_share, limits=Limits(time_limit, stop_after), device=device,
+        out=out, quiet=quiet,
+    )  # fmt: skip
+
+
+@app.command("import-metrics")
+def import_metrics(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help="BEFORE AFTER (or more scrapes in order of time), bench results, logs, histograms."),
+    ] = None,
+    against: Annotated[
+        list[Path] | None, typer.Option(help="Files of another server or time to compare with; repeat.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Scrape a live server: http://host:port/metrics.")] = None,
+    every: Annotated[str, typer.Option(help="Time between scrapes of --url.")] = "10s",
+    span: Annotated[str, typer.Option("--for", help="How long to scrape --url.")] = "5m",
+    model: Annotated[str | None, typer.Option(help="Served model, where there are several.")] = None,
+    draft_cost: Annotated[
+        float | None, typer.Option(help="Draft step over target step in seconds: name the K it supports.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for metrics.json and the scrapes.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Acceptance from a server's own counters, without GPU or models."""
+    from specq.metrics.command import import_metrics_command
+
+    import_metrics_command(paths or [], against or [], url, every, span, model, draft_cost, out, as_json)
 
 
 @app.command()

@@ -13,22 +13,24 @@ from specq.errors import SpecqError
 class CycleCounts:
     """drafts: cycles that drafted; drafted, accepted: tokens; per_position: cycles whose first i+1 drafts were accepted.
 
-    `per_position` is empty where it was not counted.
+    `per_position` is None where the source does not tell it.
     """
 
     drafts: int
     drafted: int
     accepted: int
-    per_position: tuple[int, ...]
+    per_position: tuple[int, ...] | None
 
     def __post_init__(self) -> None:
-        falling = all(a >= b for a, b in zip(self.per_position, self.per_position[1:], strict=False))
-        first = self.per_position[0] if self.per_position else 0
-        if min(self.drafts, self.drafted, self.accepted, *self.per_position, 0) < 0:
+        positions = self.per_position or ()
+        falling = all(a >= b for a, b in zip(positions, positions[1:], strict=False))
+        first = positions[0] if positions else 0
+        if min(self.drafts, self.drafted, self.accepted, *positions, 0) < 0:
             raise SpecqError("inconsistent counts: a count is negative")
-        if self.per_position and (not falling or sum(self.per_position) != self.accepted or first > self.drafts):
+        known = self.per_position is not None
+        if not falling or (known and sum(positions) != self.accepted) or first > self.drafts:
             raise SpecqError(
-                f"inconsistent counts: per-position {list(self.per_position)} must not rise, must start at most at"
+                f"inconsistent counts: per-position {list(positions)} must not rise, must start at most at"
                 f" {self.drafts} drafts and must sum to {self.accepted} accepted"
             )
         if self.accepted > self.drafted or (self.drafted and not self.drafts):
@@ -43,6 +45,15 @@ class CycleCounts:
         longest = max((len(v) for v in verdicts), default=0)
         per_position = tuple(sum(n > i for n in prefixes) for i in range(longest))
         return cls(sum(len(v) > 0 for v in verdicts), sum(map(len, verdicts)), sum(prefixes), per_position)
+
+    @classmethod
+    def sum(cls, parts: "Sequence[CycleCounts]") -> "CycleCounts":
+        """Totals; positions that one part lacks count 0 there, and none are known where a part with drafts knows none."""
+        positions = [p.per_position for p in parts if p.drafts]
+        longest = max((len(p) for p in positions if p is not None), default=0)
+        known = all(p is not None for p in positions)
+        per = tuple(sum(p[i] for p in positions if i < len(p)) for i in range(longest)) if known else None
+        return cls(sum(p.drafts for p in parts), sum(p.drafted for p in parts), sum(p.accepted for p in parts), per)
 
     @property
     def acceptance_rate(self) -> float:
@@ -61,11 +72,12 @@ class CycleCounts:
 
     @property
     def marginal(self) -> list[float]:
-        """S_k: share of cycles whose first k drafts were all accepted."""
-        return [n / self.drafts for n in self.per_position]
+        """S_k: share of cycles whose first k drafts were all accepted; empty where positions are not known."""
+        return [n / self.drafts for n in self.per_position or ()]
 
     @property
     def conditional(self) -> list[float | None]:
         """S_k / S_(k-1), None where no cycle came that far."""
-        before = (self.drafts, *self.per_position)
-        return [n / b if b else None for n, b in zip(self.per_position, before, strict=False)]
+        positions = self.per_position or ()
+        before = (self.drafts, *positions)[: len(positions)]
+        return [n / b if b else None for n, b in zip(positions, before, strict=True)]

@@ -1,6 +1,7 @@
 """What specq writes for vLLM, by version: the one table of differences (checked against the sources of 0.24 and 0.32)."""
 
 import json
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from specq.errors import SpecqError
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 # First version whose speculative_config knows the key; older ones refuse unknown keys.
 DRAFT_KV_CACHE_DTYPE_SINCE = (0, 26)
 OLDEST = (0, 24)
+# On a CPU these expand the temperature into a copy (vllm/utils/cpu_triton_utils.py: _expand_kernel_impl) and verify with what
+# was in memory: above temperature 0 almost nothing is accepted, and the text is not the target's. Seen with 0.32.0.
+CPU_VERIFIES_WRONGLY = ((0, 32),)
+PROBED = ((0, 24),)  # versions whose rejection sampler `specq.vllm.probe` knows
 
 
 def parse_version(text: str) -> tuple[int, int]:
@@ -26,6 +31,34 @@ def parse_version(text: str) -> tuple[int, int]:
             f"--vllm-version {text} is older than {OLDEST[0]}.{OLDEST[1]}, the oldest one specq writes for"
         )
     return major, minor
+
+
+def draft_kv_is_free(version: str) -> bool:
+    """Whether that vLLM lets the draft's KV format differ from the target's."""
+    return parse_version(version) >= DRAFT_KV_CACHE_DTYPE_SINCE
+
+
+def speculative_config(
+    version: str, draft: str, draft_fmt: "KVFormat", k: int, draft_sampling: str, lookup: "NgramLookup | None" = None
+) -> dict:
+    """vLLM's speculative_config for k > 0 drafts of a model, or of n-gram `lookup`; no keys that the version does not know."""
+    if lookup is not None:
+        window = {"prompt_lookup_min": lookup.shortest, "prompt_lookup_max": lookup.longest}
+        return {"method": "ngram", **window, "num_speculative_tokens": k}
+    config = {
+        "method": "draft_model",
+        "model": draft,
+        "num_speculative_tokens": k,
+        "draft_sample_method": draft_sampling,
+    }
+    if draft_kv_is_free(version) and draft_fmt.vllm:
+        config["kv_cache_dtype"] = draft_fmt.vllm
+    return config
+
+
+def synthetic_rates(survival: list[float]) -> list[float]:
+    """S_1..S_K as vLLM's `synthetic_acceptance_rates` takes them: marginal, in [0, 1] and never rising."""
+    return list(accumulate((min(1.0, max(0.0, s)) for s in survival), min))
 
 
 def vllm_block(
@@ -45,28 +78,16 @@ def vllm_block(
     num_speculative_tokens is the schedule's largest K; vLLM allows K = 0 only inside a schedule, so an all-zero schedule
     means no speculative_config at all. `survival` gives S_1..S_K at that K. With `lookup` the method is n-gram lookup.
     """
-    parsed = parse_version(version)
+    parse_version(version)
     args = [target, "--kv-cache-dtype", fmt.vllm]
     if fmt.vllm_backend:
         args += ["--attention-backend", fmt.vllm_backend]
     k = max(entry[2] for entry in schedule)
     config = None
     if k > 0:
-        if lookup is None:
-            config = {"method": "draft_model", "model": draft}
-        else:
-            config = {
-                "method": "ngram",
-                "prompt_lookup_min": lookup.shortest,
-                "prompt_lookup_max": lookup.longest,
-            }
-        config["num_speculative_tokens"] = k
-        if lookup is None:
-            config["draft_sample_method"] = draft_sampling
+        config = speculative_config(version, draft, draft_fmt, k, draft_sampling, lookup)
         if len(schedule) > 1:
             config["num_speculative_tokens_per_batch_size"] = schedule
-        if lookup is None and parsed >= DRAFT_KV_CACHE_DTYPE_SINCE and draft_fmt.vllm:
-            config["kv_cache_dtype"] = draft_fmt.vllm
         args += ["--speculative-config", json.dumps(config)]
-    rates = [min(1.0, max(0.0, s)) for s in survival[:k]]
+    rates = synthetic_rates(survival[:k])
     return VllmBlock(version=version, serve_args=args, speculative_config=config, synthetic_acceptance_rates=rates)

@@ -1,113 +1,322 @@
-"""Counters of a server: exact names, sums before ratios, resets, contradictions."""
+"""Counters of a running server: parsing, differences, restarts, honest intervals. Cases M-01..M-05 and S-28."""
 
 import json
+import re
 
+import numpy as np
 import pytest
-from test_cli import run
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from typer.testing import CliRunner
 
-from specq.engines.metrics import import_metrics
+from specq.cli import app
+from specq.counters import CycleCounts
 from specq.errors import SpecqError
+from specq.metrics.command import read
+from specq.metrics.difference import Reading, difference
+from specq.metrics.readings import other_reading
+from specq.metrics.scrape import scrape, seconds
+from specq.metrics.summary import choose_k, independent_se, k_measured, shift, summarise
+from specq.metrics.text import Engine, parse
+from specq.progress import Reporter
+
+NAMES = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 
 
-def page(path, drafts, drafted, accepted, per_position=(), engine="0", model="m", extra=""):
-    """A metrics page as vLLM's prometheus client writes it; returns its path. Lists give one series per engine."""
-    lines = [
-        "# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.",
-        "# TYPE vllm:spec_decode_num_drafts_total counter",
-        'vllm:num_requests_running{engine="0",model_name="m"} 3.0',
-    ]
-    every = drafts if isinstance(drafts, list) else [drafts]
-    for i, n in enumerate(every):
-        label = f'engine="{i if len(every) > 1 else engine}",model_name="{model}"'
-        share = len(every)
-        for name, value in (("drafts", n), ("draft_tokens", drafted / share), ("accepted_tokens", accepted / share)):
-            lines.append(f"vllm:spec_decode_num_{name}_total{{{label}}} {value:.6e}" if value >= 1e6 else
-                         f"vllm:spec_decode_num_{name}_total{{{label}}} {value}")  # fmt: skip
-            lines.append(f"vllm:spec_decode_num_{name}_created{{{label}}} 1.7769e+09")
-        for position, value in enumerate(per_position):
-            lines.append(
-                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{label},position="{position}"}} {value / share}'
-            )
-    path.write_text("\n".join([*lines, extra, ""]))
-    return path
+def page(drafts, drafted, accepted, per_position=None, model="m", engine="0"):
+    """Prometheus text of one engine as vLLM writes it."""
+    labels = f'engine="{engine}",model_name="{model}"'
+    lines = []
+    for name, value in zip(NAMES, (drafts, drafted, accepted), strict=False):
+        lines += [f"# HELP vllm:spec_decode_{name}_total Number of things."]
+        lines += [f"# TYPE vllm:spec_decode_{name}_total counter", f"vllm:spec_decode_{name}_total{{{labels}}} {value}"]
+    for at, value in enumerate(per_position or ()):
+        lines.append(f'vllm:spec_decode_{NAMES[3]}_total{{{labels},position="{at}"}} {value}')
+    return "\n".join(lines) + "\n"
 
 
-def test_m01_created_timestamps_and_scientific_notation(tmp_path):
-    """M-01: `_created` gauges of 1.8e9, HELP and TYPE lines count for nothing: K inferred 1, acceptance 0.801."""
-    got = import_metrics(page(tmp_path / "a", 6.491797e6, 6.491797e6, 5.2e6))
-    assert got.k == 1 and got.counts.acceptance_rate == pytest.approx(0.801, abs=5e-4)
-    assert got.counts.drafts == 6491797
+def total(text):
+    return difference([("one", parse(text, "one"))])["m"].total
 
 
-def test_m02_accepted_and_emitted_are_two_names(tmp_path):
-    """M-02: 4,816 drafts, 33,712 drafted, 12,208 accepted: accepted 2.5349, emitted 3.5349 per cycle, rate 0.3621."""
-    out = run("import-metrics", page(tmp_path / "a", 4816, 33712, 12208))
-    block = json.loads(out.stdout)
-    assert round(block["mean_accepted_per_cycle"], 4) == 2.5349 and round(block["mean_emitted_per_cycle"], 4) == 3.5349
-    assert round(block["acceptance_rate"], 4) == 0.3621 and block["drafted_per_cycle"] == 7
-    assert block["since"] == "since server start" and block["marginal_survival"] == []
+def test_created_timestamps_and_scientific_notation():
+    """M-01: `_created` gauges are no counters, 6.491797e+06 is a count; K = 1, acceptance 0.801."""
+    text = page("6.491797e+06", "6.491797e+06", "5.2e+06")
+    for name in NAMES[:3]:
+        text += f'vllm:spec_decode_{name}_created{{engine="0",model_name="m"}} 1.7769e+09\n'
+    counts = total(text)
+    assert (counts.drafts, counts.accepted) == (6491797, 5200000)
+    assert k_measured(counts) == 1
+    assert counts.acceptance_rate == pytest.approx(0.801, abs=5e-4)
 
 
-def test_m03_engines_are_summed_before_ratios(tmp_path):
-    """M-03: engines 0..3 with 22, 15, 29, 20 drafts: 86 in all; the mean of ratios would be another number."""
-    got = import_metrics(page(tmp_path / "a", [22, 15, 29, 20], 344, 172))
-    assert got.counts.drafts == 86 and got.counts.mean_accepted == 2.0
-    assert [c.drafts for c in got.engines.values()] == [22, 15, 29, 20]
-    ratios = [c.mean_accepted for c in got.engines.values()]
-    assert sum(ratios) / 4 != pytest.approx(2.0)
+def test_accepted_and_emitted_stand_side_by_side():
+    """M-02: accepted 2.5349, emitted 3.5349, acceptance 0.3621 under distinct names."""
+    found = summarise(difference([("one", parse(page(4816, 33712, 12208), "one"))])["m"])
+    assert found["mu_accepted"]["value"] == pytest.approx(2.5349, abs=5e-5)
+    assert found["mean_emitted"]["value"] == pytest.approx(3.5349, abs=5e-5)
+    assert found["acceptance_rate"] == pytest.approx(0.3621, abs=5e-5)
+    assert found["num_speculative_tokens_measured"] == 7
 
 
-def test_m04_differences_and_counter_resets(tmp_path):
-    """M-04: two scrapes give their difference; a counter that fell, or vanished, is a reset and never a negative rate."""
-    before, after = page(tmp_path / "a", 100, 400, 150), page(tmp_path / "b", 187, 659, 317)
-    got = import_metrics(before, after)
-    assert (got.counts.drafts, got.counts.drafted, got.counts.accepted) == (87, 259, 167)
-    assert got.since == "between a and b"
-    with pytest.raises(SpecqError, match="counter reset: .*num_drafts_total of engine 0 was 187 and is 100"):
-        import_metrics(after, before)
-    other = page(tmp_path / "c", 500, 2000, 900, engine="1")
-    with pytest.raises(SpecqError, match="counter reset"):
-        import_metrics(before, other)
-    with pytest.raises(SpecqError, match="counts no cycle"):
-        import_metrics(before, before)
+def test_engines_are_summed_before_ratios():
+    """M-03: drafts 22, 15, 29, 20 of four engines make 86, and the rate is of the totals."""
+    drafts, accepted = (22, 15, 29, 20), (40, 3, 50, 10)
+    text = "".join(page(d, 3 * d, a, engine=str(i)) for i, (d, a) in enumerate(zip(drafts, accepted, strict=True)))
+    counts = total(text)
+    assert counts.drafts == 86
+    assert counts.acceptance_rate == 103 / 258 != np.mean([a / d / 3 for d, a in zip(drafts, accepted, strict=True)])
 
 
-def test_m05_per_position_series_are_not_accepted_tokens(tmp_path):
-    """M-05: accepted 167, per position 70/55/42, drafted 259: 0.645 and not 1.29; contradictions are no number."""
-    got = import_metrics(page(tmp_path / "a", 87, 259, 167, (70, 55, 42)))
-    assert round(got.counts.acceptance_rate, 3) == 0.645
-    assert [round(x, 3) for x in got.counts.marginal] == [0.805, 0.632, 0.483]
-    assert got.counts.conditional[1] == 55 / 70
-    for wrong in (
-        (87, 259, 168, (70, 55, 42)),
-        (87, 259, 167, (55, 70, 42)),
-        (69, 259, 167, (70, 55, 42)),
-        (87, 160, 167, ()),
-        (0, 5, 0, ()),
-    ):
-        with pytest.raises(SpecqError, match="inconsistent counts"):
-            import_metrics(page(tmp_path / "w", *wrong))
+def test_difference_of_two_scrapes_and_reset():
+    """M-04: after minus before; a fallen counter is a restart with no negative count; one file is since the start."""
+    before, after = page(100, 300, 150, (70, 50, 30)), page(187, 559, 317, (140, 105, 72))
+    counts = difference([("a", parse(before, "a")), ("b", parse(after, "b"))])["m"].total
+    assert counts == CycleCounts(87, 259, 167, (70, 55, 42))
+    reset = difference([("b", parse(after, "b")), ("a", parse(before, "a"))])["m"]
+    assert reset.total == CycleCounts(100, 300, 150, (70, 50, 30))
+    assert any("counter reset" in n for n in reset.notes)
+    alone = difference([("a", parse(before, "a"))])["m"]
+    assert any("since the server's start" in n for n in alone.notes)
 
 
-def test_pages_that_are_none_are_refused(tmp_path):
-    """Other text, broken lines, values that are no counts, several models: a sentence and exit code 2."""
-    path = tmp_path / "x"
-    for body, says in (
-        ("<html>", "has no vllm:spec_decode_num_drafts_total"),
-        ("vllm:spec_decode_num_drafts_total{engine= 5", "no Prometheus text"),
-        ("vllm:spec_decode_num_drafts_total NaN", "no count"),
-        ("vllm:spec_decode_num_drafts_total -1", "no count"),
-        ("vllm:spec_decode_num_drafts_total 0.5", "no count"),
-        ("vllm:spec_decode_num_drafts_total 1e300", "no count"),
-        ("vllm:spec_decode_num_drafts_total 1\nvllm:spec_decode_num_drafts_total 2", "appears twice"),
-    ):
-        path.write_text(body)
-        out = run("import-metrics", path)
-        assert out.returncode == 2 and says in out.stderr and "Traceback" not in out.stderr, out.stderr
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(SpecqError, match="not UTF-8"):
-        import_metrics(path)
-    several = page(path, 10, 20, 5, extra='vllm:spec_decode_num_drafts_total{engine="0",model_name="n"} 7')
-    with pytest.raises(SpecqError, match="several models .m, n.; say which with --model"):
-        import_metrics(several)
-    assert import_metrics(several, model="m").counts.drafts == 10
+def test_restart_that_overtook_the_old_counts_is_seen_by_its_birth():
+    """M-04: a server that restarted and counted beyond its old values has another creation time."""
+    born = 'vllm:spec_decode_num_drafts_created{{engine="0",model_name="m"}} {}\n'
+    before = page(10, 30, 12, (6, 4, 2)) + born.format(1.0)
+    after = page(20, 60, 24, (12, 8, 4)) + born.format(2.0)
+    assert difference([("a", parse(before, "a")), ("b", parse(after, "b"))])["m"].total.drafts == 20
+
+
+def test_per_position_counters_are_not_accepted_tokens():
+    """M-05, S-28: accepted 167 of 259 is 0.645 and never 1.29; rates per draft and conditional ones are right."""
+    counts = total(page(87, 259, 167, (70, 55, 42)))
+    assert counts.acceptance_rate == pytest.approx(0.6448, abs=5e-5)
+    assert counts.mean_emitted == pytest.approx(2.9195, abs=5e-5)
+    assert counts.marginal == pytest.approx([0.805, 0.632, 0.483], abs=5e-4)
+    assert counts.conditional[1] == 55 / 70
+    found = summarise(Reading("x", [counts]))
+    assert any("not every cycle" in n for n in found["notes"])
+
+
+@pytest.mark.parametrize(
+    "counters",
+    [(87, 259, 167, (70, 55, 41)), (87, 259, 167, (55, 70, 42)), (60, 259, 167, (70, 55, 42)), (87, 150, 167, None)],
+)
+def test_contradicting_counters_give_no_number(counters):
+    """M-05: wrong sum, rising positions, more first acceptances than drafts, more accepted than drafted."""
+    with pytest.raises(SpecqError, match="inconsistent"):
+        total(page(*counters))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no vllm:spec_decode_num_drafts"),
+        ("sglang:spec_accept_length 2.1\n", "SGLang exports"),
+        ("llamacpp:tokens_predicted_total 5\n", "llama.cpp"),
+        (page("NaN", 3, 1), "no count"),
+        (page(-1, 3, 1), "no count"),
+        (page("1e300", 3, 1), "no count"),
+        (page(5, 3, 1) * 2, "twice"),
+        ("vllm:spec_decode_num_drafts_total{} 3\n", "lacks"),
+        (page(5, 15, 3, (3,)).replace('position="0"', 'position="x"'), "no position"),
+        (page(5, 15, 3, (3,)).replace('position="0"', 'position="2"'), "gaps"),
+        ("a{b 1", "no Prometheus text"),
+    ],
+)
+def test_unusable_text_is_refused_with_its_reason(text, message):
+    with pytest.raises(SpecqError, match=message):
+        total(text)
+
+
+def test_reads_what_the_reference_client_writes():
+    """Text of prometheus_client's own exposition, built as vLLM builds its counters."""
+    registry = CollectorRegistry()
+    for name, value in zip(NAMES, (87, 259, 167), strict=False):
+        Counter(f"vllm:spec_decode_{name}", "x", ["model_name", "engine"], registry=registry).labels("m", "0").inc(
+            value
+        )
+    per = Counter(f"vllm:spec_decode_{NAMES[3]}", "x", ["model_name", "engine", "position"], registry=registry)
+    for at, value in enumerate((70, 55, 42)):
+        per.labels("m", "0", str(at)).inc(value)
+    found = parse(generate_latest(registry).decode(), "client")
+    assert list(found) == [Engine("m", "0")]
+    assert total(generate_latest(registry).decode()) == CycleCounts(87, 259, 167, (70, 55, 42))
+
+
+def test_several_models_want_a_choice(tmp_path):
+    path = tmp_path / "two.prom"
+    path.write_text(page(5, 15, 3, model="a") + page(7, 21, 4, model="b"))
+    with pytest.raises(SpecqError, match="--model: a, b"):
+        read([path])
+    assert read([path], "b").total.drafts == 7
+    with pytest.raises(SpecqError, match="no counters of model"):
+        read([path], "c")
+
+
+def _stretches(rng, clusters, spread):
+    """Counts of `clusters` stretches of 400 cycles at K = 3 whose acceptance differs with standard deviation `spread`."""
+    out = []
+    for _ in range(clusters):
+        alpha = np.clip(0.6 + spread * rng.standard_normal(), 0.01, 0.99)
+        out.append(CycleCounts.of_cycles((rng.random((400, 3)) < alpha).tolist()))
+    return out
+
+
+def test_interval_is_widened_by_the_scatter_between_stretches():
+    """The pooled interval misses the truth where stretches differ; the clustered one covers it in 95 of 100."""
+    rng = np.random.default_rng(0)
+    truth = 0.6 + 0.6**2 + 0.6**3 + 0.1**2 * (1 + 3 * 0.6)  # E of a + a^2 + a^3 for a of mean .6 and sd .1
+    inside = narrow = 0
+    for _ in range(60):
+        found = summarise(Reading("x", _stretches(rng, 12, 0.1)))
+        lo, hi = found["mu_accepted"]["ci95"]
+        inside += lo <= truth <= hi
+        lo, hi = found["mu_if_cycles_were_independent"]["ci95"]
+        narrow += lo <= truth <= hi
+        assert found["overdispersion"] > 1
+    assert inside >= 53  # 95 % of 60 less three standard errors
+    assert narrow <= 40
+
+
+def test_too_few_stretches_give_no_interval():
+    found = summarise(Reading("x", _stretches(np.random.default_rng(1), 2, 0.0)))
+    assert found["mu_accepted"]["ci95"] == [None, None]
+    assert any("too narrow" in n for n in found["notes"])
+
+
+def test_independent_standard_error_is_that_of_the_histogram():
+    counts = CycleCounts(10, 30, 12, (6, 4, 2))
+    per_cycle = np.array([3, 3, 2, 2, 1, 1, 0, 0, 0, 0])
+    assert independent_se(counts) == pytest.approx(per_cycle.std() / np.sqrt(10))
+
+
+def test_shift_between_two_servers():
+    rng = np.random.default_rng(2)
+    a, b = (summarise(Reading("x", _stretches(rng, 20, 0.02))) for _ in range(2))
+    assert not shift(a, b)["significant"]
+    c = summarise(Reading("y", [CycleCounts(400, 1200, 300, (150, 100, 50)) for _ in range(20)]))
+    assert shift(a, c)["significant"] and shift(a, c)["value"] < 0
+
+
+def test_k_is_chosen_among_the_measured_ones():
+    """T-01: alpha 0.7 and c = 0.3 make K = 2; at c = 0.05 the speed still rises at 5, which stays the largest K."""
+    survival = [0.7**k for k in range(1, 6)]
+    found = choose_k(survival, 0.3)
+    assert found["num_speculative_tokens"] == 2
+    assert found["speedup"]["2"] == pytest.approx(1.369, abs=5e-4)
+    assert choose_k(survival, 0.05)["num_speculative_tokens"] == 5
+    assert choose_k([0.3, 0.09], 0.5)["num_speculative_tokens"] == 0
+
+
+def test_benchmark_result(tmp_path):
+    path = tmp_path / "bench.json"
+    result = {"spec_decode_num_drafts": 87, "spec_decode_draft_tokens": 259, "spec_decode_accepted_tokens": 167}
+    path.write_text(json.dumps(result | {"spec_decode_per_position_acceptance_rates": [70 / 87, 55 / 87, 42 / 87]}))
+    assert read([path]).total == CycleCounts(87, 259, 167, (70, 55, 42))
+
+
+def test_histograms_per_request_are_clusters(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    rows = [{"metrics": {"speculative_decoding": {"acceptance_histogram": [4, 2, 2, 2]}}} for _ in range(5)]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    reading = read([path])
+    assert reading.clusters == [CycleCounts(10, 30, 12, (6, 4, 2))] * 5
+    assert reading.unit == "request"
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=400))
+def test_log_lines_give_their_counts_back(cycles):
+    """A line written as vLLM writes it gives back drafts and accepted, and positions within what rounding hides."""
+    counts = CycleCounts.of_cycles(cycles)
+    line = (
+        f"INFO SpecDecoding metrics: Mean acceptance length: {counts.mean_emitted:.2f}, Accepted throughput: 1.00 tokens/s,"
+        f" Drafted throughput: 2.00 tokens/s, Accepted: {counts.accepted} tokens, Drafted: {counts.drafted} tokens,"
+        f" Per-position acceptance rate: {', '.join(f'{s:.3f}' for s in counts.marginal)}, Avg Draft acceptance rate: 1.0%"
+    )
+    reading = other_reading(f"noise\n{line}\n", "log")
+    back = reading.total
+    assert (back.drafts, back.drafted, back.accepted) == (counts.drafts, counts.drafted, counts.accepted)
+    assert back.per_position == counts.per_position  # 400 drafts are too few for three digits to hide one
+    assert not reading.exact
+
+
+def test_a_log_line_of_absurd_counts_ends_in_a_sentence():
+    line = (
+        "SpecDecoding metrics: Mean acceptance length: 1.50, Accepted: 999999999999999999 tokens, Drafted: 999999999999999999"
+        " tokens, Per-position acceptance rate: 0.100, 0.050"
+    )
+    with pytest.raises(SpecqError, match="inconsistent"):
+        other_reading(line, "log")
+
+
+def test_scraping_survives_a_restart(tmp_path):
+    """A server that vanishes for one scrape and comes back at zero still gives one answer, with both facts told."""
+    answers = [page(100, 300, 150), page(200, 600, 300), OSError("refused"), page(30, 90, 40), page(80, 240, 110)]
+
+    def get(url):
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    now = [0.0]
+    paths, missed = scrape(
+        "http://x/metrics", 10, 40, tmp_path / "s", Reporter(quiet=True), get=get, clock=lambda: now[0],
+        sleep=lambda s: now.__setitem__(0, now[0] + s),
+    )  # fmt: skip
+    assert (len(paths), missed, now[0]) == (4, 1, 40.0)
+    reading = read(paths)
+    assert reading.total.drafts == 100 + 30 + 50
+    assert any("counter reset" in n for n in reading.notes)
+
+
+def test_scraping_a_silent_server_or_no_address(tmp_path):
+    def refuse(url):
+        raise OSError("refused")
+
+    still = dict(clock=lambda: 0.0, sleep=lambda s: None)
+    with pytest.raises(SpecqError, match="never answered"):
+        scrape("http://x/metrics", 1, 2, tmp_path / "a", Reporter(quiet=True), get=refuse, **still)
+    with pytest.raises(SpecqError, match="takes an address"):
+        scrape("file:///etc/passwd", 1, 2, tmp_path / "b", Reporter(quiet=True), get=refuse, **still)
+    assert seconds("5m", "--for") == 300
+    for bad in ("", "0s", "-1s", "1d", "x"):
+        with pytest.raises(SpecqError):
+            seconds(bad, "--for")
+
+
+def test_command_prints_and_writes_strict_json(tmp_path):
+    for n, text in enumerate((page(100, 300, 150, (70, 50, 30)), page(187, 559, 317, (140, 105, 72)))):
+        (tmp_path / f"{n}.prom").write_text(text)
+    files = [str(tmp_path / "0.prom"), str(tmp_path / "1.prom")]
+    done = CliRunner().invoke(app, ["import-metrics", *files, "--draft-cost", "0.1", "--out", str(tmp_path / "o")])
+    assert done.exit_code == 0
+    assert re.search(r"0\.6448", done.output)
+    found = json.loads((tmp_path / "o" / "metrics.json").read_text(), parse_constant=pytest.fail)
+    assert found["choice"]["largest_measured"] == 3
+
+
+LINES = st.one_of(
+    st.text(max_size=60),
+    st.builds("vllm:spec_decode_{}{} {}".format, st.sampled_from(NAMES),
+              st.sampled_from(["", "_total", "_created", '_total{engine="0",position="0"}', "_total{"]),
+              st.sampled_from(["1", "1e999", "NaN", "-3", "0.5", "", "x"])),
+    st.builds("SpecDecoding metrics: Mean acceptance length: {}, Accepted: {} tokens, Drafted: {} tokens, "
+              "Per-position acceptance rate: {}".format, st.floats(1, 9), st.integers(0, 99), st.integers(0, 99),
+              st.sampled_from(["", "0.5", "0.9, 0.2", "0.1, 0.9", "1.000, 1.000, 7"])),
+    st.builds(json.dumps, st.dictionaries(st.sampled_from(["acceptance_histogram", "spec_decode_num_drafts", "a"]),
+              st.recursive(st.integers(-2, 9) | st.none() | st.floats(), lambda x: st.lists(x, max_size=4)), max_size=3)),
+)  # fmt: skip
+
+
+@given(st.lists(LINES, max_size=8).map("\n".join))
+def test_any_text_gives_an_answer_or_one_sentence(text):
+    """No text gives anything but a summary in strict JSON or a SpecqError."""
+    try:
+        reading = other_reading(text, "f") or next(iter(difference([("f", parse(text, "f"))]).values()))
+        json.dumps(summarise(reading), allow_nan=False)
+    except SpecqError as error:
+        assert str(error)

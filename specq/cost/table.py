@@ -133,7 +133,8 @@ def _bracket(x: int, have: set[int]) -> list[tuple[int, float]]:
 
 
 def read_records(path: str) -> tuple[list[Timing], float]:
-    """(records, fixed seconds per cycle) of a timings file: `{"records": [...], "fixed": s}` or a bare list of records."""
+    """(records, fixed seconds per cycle) of a timings file: `{"records": [...], "fixed": s}`, a bare list of records, or a
+    validation.json, whose `timings` block is one."""
     from specq.kv import get_format
 
     try:
@@ -142,6 +143,10 @@ def read_records(path: str) -> tuple[list[Timing], float]:
         raise SpecqError(f"cannot read timings file {path}: {error.strerror}") from error
     except ValueError as error:
         raise SpecqError(f"timings file {path} is not JSON: {error}") from error
+    if isinstance(raw, dict) and "timings" in raw:
+        raw = raw["timings"]
+        if raw is None:
+            raise SpecqError(f"{path} holds no cycle times: it has too few steady steps, or no K = 0 beside another")
     try:
         table = TypeAdapter(TimingFile).validate_python({"records": raw} if isinstance(raw, list) else raw)
     except ValidationError as error:

@@ -1,1 +1,0 @@
-"""Serving engines: what they count about speculative decoding, read from outside."""

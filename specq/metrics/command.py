@@ -1,0 +1,142 @@
+"""What `specq import-metrics` does: files (or a live server) in, acceptance with its uncertainty out."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from specq import files
+from specq.errors import SpecqError
+from specq.metrics.difference import Reading, difference
+from specq.metrics.readings import other_reading, read_text
+from specq.metrics.scrape import scrape, seconds
+from specq.metrics.summary import choose_k, shift, summarise
+from specq.metrics.text import parse
+from specq.progress import Reporter
+
+
+def read(paths: Sequence[Path], model: str | None = None) -> Reading:
+    """One Reading from files of one kind: scrapes in order of time, or results, logs and histograms to be pooled.
+
+    Raises SpecqError for files of mixed kinds, and for scrapes of several models of which none is chosen.
+    """
+    texts = [(path, read_text(path)) for path in paths]
+    others = [other_reading(text, path.name) for path, text in texts]
+    if all(o is not None for o in others):
+        return Reading(
+            ", ".join(o.source for o in others),
+            [c for o in others for c in o.clusters],
+            list(dict.fromkeys(n for o in others for n in o.notes)),
+            all(o.exact for o in others),
+            others[0].unit,
+        )
+    if any(o is not None for o in others):
+        raise SpecqError("give files of one kind: Prometheus text, or benchmark results, logs and histograms")
+    readings = difference([(path.name, parse(text, path.name)) for path, text in texts])
+    if model is None and len(readings) > 1:
+        raise SpecqError(f"these scrapes are of several models; choose one with --model: {', '.join(readings)}")
+    if model is not None and model not in readings:
+        raise SpecqError(f"no counters of model {model!r}; there are {', '.join(map(repr, readings))}")
+    return readings[model] if model is not None else next(iter(readings.values()))
+
+
+def import_metrics_command(
+    paths: Sequence[Path],
+    against: Sequence[Path],
+    url: str | None,
+    every: str,
+    span: str,
+    model: str | None,
+    draft_cost: float | None,
+    out: Path | None,
+    as_json: bool,
+    quiet: bool = False,
+) -> None:
+    """Print (and with `out` write) what counters say; see `specq import-metrics --help`."""
+    if (url is None) == (not paths):
+        raise SpecqError("give files (BEFORE AFTER), or --url of a live server")
+    if draft_cost is not None and not 0 < draft_cost < float("inf"):
+        raise SpecqError(
+            f"--draft-cost {draft_cost} must be positive: seconds of a draft step per second of a target step"
+        )
+    notes = []
+    if url is not None:
+        folder = out or Path(time.strftime("scrapes-%Y%m%d-%H%M%S"))
+        paths, missed = scrape(url, seconds(every, "--every"), seconds(span, "--for"), folder, Reporter(quiet))
+        notes.append(f"{len(paths)} scrapes are kept in {folder}")
+        if missed:
+            notes.append(
+                f"{missed} scrapes found no server; what it did before a restart since the last scrape is lost"
+            )
+    found = summarise(read(paths, model))
+    found["notes"] += notes
+    if against:
+        found["against"] = summarise(read(against, model))
+        found["mu_shift_from_against"] = shift(found["against"], found)
+    if draft_cost is not None and found.get("marginal_survival"):
+        found["choice"] = choose_k([s["value"] for s in found["marginal_survival"]], draft_cost)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        files.write_json(out / "metrics.json", found)
+    if as_json:
+        import json
+
+        print(json.dumps(files.finite(found), indent=2, allow_nan=False))
+    else:
+        Console(highlight=False).print(table(found))
+
+
+def _value(block: dict[str, Any], digits: int = 4) -> str:
+    lo, hi = block["ci95"]
+    interval = "no interval" if lo is None else f"[{lo:.{digits}f}, {hi:.{digits}f}]"
+    return f"{block['value']:.{digits}f} {interval}"
+
+
+def table(found: dict[str, Any]) -> Table:
+    """The answer, a row for each thing to know."""
+    rows = [
+        ("cycles", f"{found['drafts']:,} drafts, {found['drafted']:,} tokens drafted, {found['accepted']:,} accepted")
+    ]
+    if found["drafts"]:
+        rows += [
+            ("accepted per cycle (mu)", _value(found["mu_accepted"])),
+            ("emitted per cycle", f"{_value(found['mean_emitted'])}, vLLM's mean acceptance length"),
+            ("accepted per drafted token", f"{found['acceptance_rate']:.4f}"),
+        ]
+        if found["marginal_survival"]:
+            rows.append(("marginal S_k", ", ".join(_value(s, 3) for s in found["marginal_survival"])))
+            given = ["n/a" if c is None else f"{c:.3f}" for c in found["conditional_survival"]]
+            rows.append(("conditional S_k / S_(k-1)", ", ".join(given)))
+        narrow = found["mu_if_cycles_were_independent"]
+        if narrow:
+            wider = found["overdispersion"]
+            rows.append(
+                (
+                    "were cycles independent",
+                    f"mu {narrow['ci95'][0]:.4f} to {narrow['ci95'][1]:.4f}, too narrow"
+                    + (f": variance between {found['unit']}s is {wider:.1f} times that" if wider else ""),
+                )
+            )
+    if found.get("mu_shift_from_against"):
+        s = found["mu_shift_from_against"]
+        told = {True: "resolved", False: "not resolved", None: "cannot be judged"}[s["significant"]]
+        rows.append(("shift of mu from --against", f"{_value(s)}, {told}"))
+    if choice := found.get("choice"):
+        rows.append(
+            (
+                "num_speculative_tokens",
+                f"{choice['num_speculative_tokens']} at a draft cost of {choice['draft_cost']:g}; {choice['largest_measured']}"
+                " is the largest measured, beyond it nothing is known",
+            )
+        )
+    rows += [("note", n) for n in found["notes"]]
+    out = Table(show_header=False, box=None, pad_edge=False)
+    out.add_column(style="bold", no_wrap=True)
+    out.add_column()
+    for name, value in rows:
+        out.add_row(escape(name), escape(value))
+    return out

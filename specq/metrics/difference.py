@@ -1,0 +1,91 @@
+"""From scrapes in order of time to what happened between them.
+
+A counter that fell, or was created anew, means that the server restarted: what it shows afterwards was counted since
+then, and what it counted between the last scrape and the restart is lost. Nothing is ever negative.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from specq.counters import CycleCounts
+from specq.errors import SpecqError
+from specq.metrics.text import Counters, Engine
+
+
+@dataclass
+class Reading:
+    """Cycles of one model: `clusters` are counts of separate stretches (an engine between two scrapes, a request).
+
+    `exact` is False where counts were reconstructed from rounded rates.
+    """
+
+    source: str
+    clusters: list[CycleCounts]
+    notes: list[str] = field(default_factory=list)
+    exact: bool = True
+    unit: str = "scrape interval"
+
+    @property
+    def total(self) -> CycleCounts:
+        """All clusters summed: totals before ratios."""
+        return CycleCounts.sum(self.clusters)
+
+
+def _counts(c: Counters, where: str) -> CycleCounts:
+    per_position = tuple(c.per_position[i] for i in range(len(c.per_position))) or None
+    try:
+        return CycleCounts(c.drafts, c.drafted, c.accepted, per_position)
+    except SpecqError as error:
+        raise SpecqError(f"{where}: {error}") from None
+
+
+def _fell(before: Counters, after: Counters) -> bool:
+    pairs = [(before.drafts, after.drafts), (before.drafted, after.drafted), (before.accepted, after.accepted)]
+    pairs += [(n, after.per_position.get(i, 0)) for i, n in before.per_position.items()]
+    reborn = before.born is not None and after.born is not None and after.born != before.born
+    return reborn or any(b > a for b, a in pairs)
+
+
+def _minus(after: Counters, before: Counters) -> Counters:
+    per_position = {i: n - before.per_position.get(i, 0) for i, n in after.per_position.items()}
+    return Counters(
+        after.drafts - before.drafts, after.drafted - before.drafted, after.accepted - before.accepted, per_position
+    )
+
+
+def difference(scrapes: Sequence[tuple[str, Mapping[Engine, Counters]]]) -> dict[str, Reading]:
+    """One Reading per served model from scrapes (name, counters) in order of time.
+
+    A single scrape counts since the server's start, and the note says so. Raises SpecqError for inconsistent counters.
+    """
+    names = [name for name, _ in scrapes]
+    models = dict.fromkeys(e.model for _, scrape in scrapes for e in scrape)
+    readings = {m: Reading(" to ".join(dict.fromkeys((names[0], names[-1]))), []) for m in models}
+    if len(scrapes) == 1:
+        for engine, counters in scrapes[0][1].items():
+            readings[engine.model].clusters.append(_counts(counters, f"{names[0]}, {engine.name}"))
+            readings[engine.model].notes = ["one scrape only: the counts are those since the server's start"]
+        return readings
+    last: dict[Engine, Counters] = dict(scrapes[0][1])
+    for name, scrape in scrapes[1:]:
+        for engine, now in scrape.items():
+            reading, before = readings[engine.model], last.get(engine)
+            if before is None:
+                reading.notes.append(f"{name}: {engine.name} is new and counted from its start")
+                change = now
+            elif _fell(before, now):
+                reading.notes.append(
+                    f"{name}: counter reset of {engine.name} (the server restarted); counted from the restart on, and what"
+                    " it did between the scrape before and the restart is lost"
+                )
+                change = now
+            else:
+                change = _minus(now, before)
+            last[engine] = now
+            counts = _counts(change, f"{name}, {engine.name}")
+            if counts.drafts:
+                reading.clusters.append(counts)
+    for engine in scrapes[0][1]:
+        if all(engine not in scrape for _, scrape in scrapes[1:]):
+            readings[engine.model].notes.append(f"{engine.name} is gone after {names[0]}; nothing is known of it")
+    return readings

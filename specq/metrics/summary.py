@@ -1,0 +1,135 @@
+"""What counts of cycles say about acceptance, and how surely.
+
+Pooled counters alone carry only the binomial spread of cycles taken as independent, which is too narrow: cycles of one
+text resemble each other. Where counts come in stretches (scrapes, requests), their scatter gives the honest interval,
+and the ratio of the two variances is reported as overdispersion. One stretch alone gives no interval.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specq import stats
+from specq.counters import CycleCounts
+from specq.metrics.difference import Reading
+from specq.tune import MAX_LOSS
+
+Z = 1.959963984540054  # the normal quantile of a 95 % interval
+MIN_CLUSTERS = 3
+TOO_NARROW = (
+    "the interval under independent cycles is too narrow, since cycles of one text resemble each other; scrape more often"
+    " (at least 4 scrapes) or give per-request histograms for one that can be trusted"
+)
+SHORT_CYCLES = (
+    "not every cycle drafted the full number of tokens: marginal rates are a lower bound of those of full cycles"
+)
+
+
+def k_measured(counts: CycleCounts) -> int:
+    """The largest number of drafts in a cycle that the counts know of; a choice of K never goes beyond it."""
+    if counts.per_position:
+        return len(counts.per_position)
+    return -(-counts.drafted // counts.drafts) if counts.drafts else 0
+
+
+def independent_se(counts: CycleCounts) -> float | None:
+    """Standard error of mu were cycles independent: from the histogram of accepted per cycle; None without positions.
+
+    Var(n) = sum_k (2k - 1) S_k - mu^2, since E n^2 = sum_k (2k - 1) P(n >= k).
+    """
+    if not counts.per_position or counts.drafts < 2:
+        return None
+    s = np.array(counts.marginal)
+    variance = float(((2 * np.arange(1, len(s) + 1) - 1) * s).sum() - counts.mean_accepted**2)
+    return float(np.sqrt(max(variance, 0.0) / counts.drafts))
+
+
+def _ratio(clusters: Sequence[CycleCounts], numerators: Sequence[int]) -> stats.Estimate | None:
+    """sum of numerators / sum of drafts with the interval from the clusters' scatter; None with too few of them."""
+    if len(clusters) < MIN_CLUSTERS:
+        return None
+    sums = stats.Sums(np.array(numerators, float), np.array([[c.drafts] for c in clusters], float))
+    return stats.Resampler(len(clusters)).emitted(sums, 1)
+
+
+def _block(value: float, estimate: stats.Estimate | None, se: float | None, limits: tuple[float, float]) -> dict:
+    """Value with the wider of the clustered and the independent interval, cut at what the value can be."""
+    if estimate is None:
+        return {"value": value, "se": None, "ci95": [None, None]}
+    lo, hi = estimate.lo, estimate.hi
+    if se is not None:
+        lo, hi = min(lo, value - Z * se), max(hi, value + Z * se)
+    return {
+        "value": value,
+        "se": max(estimate.se, se or 0.0),
+        "ci95": [max(limits[0], lo), min(limits[1], hi)],
+    }
+
+
+def summarise(reading: Reading) -> dict[str, Any]:
+    """The JSON block of one reading: accepted and emitted per cycle, rates by position, and what is known of their error."""
+    counts, clusters = reading.total, reading.clusters
+    notes = list(reading.notes)
+    common = {"source": reading.source, "unit": reading.unit, "clusters": len(clusters), "counts_exact": reading.exact}
+    common |= {"drafts": counts.drafts, "drafted": counts.drafted, "accepted": counts.accepted}
+    if not counts.drafts:
+        return common | {"notes": [*notes, "no cycle drafted anything in this time: there is no acceptance to report"]}
+    k, se = k_measured(counts), independent_se(counts)
+    mu = _ratio(clusters, [c.accepted for c in clusters])
+    if mu is None:
+        notes.append(TOO_NARROW)
+    if counts.per_position is None:
+        notes.append("per-position counters are missing: no rates by position, and no other K can be judged")
+    if counts.drafted < k * counts.drafts:
+        notes.append(SHORT_CYCLES)
+    survival = []
+    for i, s in enumerate(counts.marginal):
+        parts = [(c.per_position[i] if i < len(c.per_position) else 0) for c in clusters]
+        own = float(np.sqrt(s * (1 - s) / counts.drafts))
+        survival.append(_block(s, _ratio(clusters, parts), own, (0.0, 1.0)))
+    value = counts.mean_accepted
+    block = _block(value, mu, se, (0.0, float(k)))
+    emitted = {**block, "value": value + 1, "ci95": [None if x is None else x + 1 for x in block["ci95"]]}
+    narrow = None if se is None else {"se": se, "ci95": [value - Z * se, value + Z * se]}
+    return common | {
+        "num_speculative_tokens_measured": k,
+        "acceptance_rate": counts.acceptance_rate,
+        "mu_accepted": block,
+        "mean_emitted": emitted,
+        "marginal_survival": survival,
+        "conditional_survival": counts.conditional,
+        "mu_if_cycles_were_independent": narrow,
+        "overdispersion": (mu.se / se) ** 2 if mu is not None and se else None,
+        "notes": notes,
+    }
+
+
+def shift(one: dict, other: dict) -> dict | None:
+    """mu of `other` minus mu of `one`, two separate readings: standard errors add in quadrature. None without errors."""
+    a, b = one.get("mu_accepted"), other.get("mu_accepted")
+    if a is None or b is None:
+        return None
+    value = b["value"] - a["value"]
+    if a["se"] is None or b["se"] is None:
+        return {"value": value, "se": None, "ci95": [None, None], "significant": None}
+    se = float(np.hypot(a["se"], b["se"]))
+    freedom = max(1, min(one["clusters"], other["clusters"]) - 1)
+    half = float(stats.stdtrit(freedom, (1 + stats.LEVEL) / 2)) * se
+    return {"value": value, "se": se, "ci95": [value - half, value + half], "significant": abs(value) > half}
+
+
+def choose_k(survival: Sequence[float], draft_cost: float) -> dict:
+    """K that measured S_k supports when a draft step costs `draft_cost` plain target steps: never beyond the measured K.
+
+    speedup(K) = (1 + sum_{k <= K} S_k) / (1 + draft_cost K), verification taken as one plain step (Leviathan et al. 2023,
+    theorem 3.8); the smallest K within 1 % of the best. S_k is taken to be the same at smaller K.
+    """
+    emitted = 1 + np.concatenate([[0.0], np.cumsum(survival)])
+    speed = emitted / (1 + draft_cost * np.arange(len(emitted)))
+    return {
+        "draft_cost": draft_cost,
+        "num_speculative_tokens": int((speed >= (1 - MAX_LOSS) * speed.max()).argmax()),
+        "largest_measured": len(survival),
+        "speedup": {str(k): float(s) for k, s in enumerate(speed)},
+    }

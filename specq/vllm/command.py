@@ -1,0 +1,156 @@
+"""What `specq validate` does around the sweep: options, output directory, the answer in the terminal."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from specq import pairs
+from specq.config import validated
+from specq.cost import CostModel
+from specq.errors import SpecqError
+from specq.finished import Finished, load, reconfigured
+from specq.progress import Reporter
+from specq.vllm.plan import Cell, grid, parse_cell, served
+from specq.vllm.record import recommended_k
+from specq.vllm.runner import ENGINE
+from specq.vllm.validate import Limits, Validation, installed_version, synthetic_workload, workload
+from specq.vllm_options import PROBED, parse_version
+
+MAX_EXTRA_K = (2, 4, 8)
+
+
+def cells_of(found: Finished, dtypes: Sequence[str], ks: Sequence[int] | None, extra: Sequence[str]) -> list[Cell]:
+    """The grid: BF16 and the study's formats that vLLM has (or those given), plain decoding, the K in use, the recommended
+    ones and 2, 4, 8 (or those given), and the extra cells. Raises SpecqError for what vLLM or the study does not have."""
+    config = found.config
+    if dtypes:
+        formats = [served(d) for d in dtypes]
+    else:
+        from specq.kv import get_format
+
+        formats = [f for n in dict.fromkeys(["bf16", *config.dtypes]) if (f := get_format(n)).vllm]
+    if ks is None:
+        known = [recommended_k(found, f.name) for f in formats if f.name == "bf16" or f.name in config.dtypes]
+        ks = sorted({config.current_k, *known, *(k for k in MAX_EXTRA_K if k <= config.k_max)})
+    if ks and min(ks) < 0:
+        raise SpecqError("--k takes numbers of drafted tokens, 0 for plain decoding")
+    return grid(formats, ks, config.draft_sampling, [parse_cell(c, config.draft_sampling) for c in extra])
+
+
+def _cost(found: Finished, cost: str | None) -> CostModel | None:
+    config = reconfigured(found.config, {"cost": cost}) if cost else found.config
+    try:
+        return found.cost(config)
+    except SpecqError:
+        if cost:
+            raise
+        return None  # the study's own cost file is gone: nothing is predicted
+
+
+def validate_command(
+    study_dir: Path,
+    *,
+    dtypes: Sequence[str],
+    ks: Sequence[int] | None,
+    extra: Sequence[str],
+    batch: int | None,
+    num_prompts: int | None,
+    passes: int,
+    synthetic: bool,
+    pair: str | None,
+    context: int | None,
+    cost: str | None,
+    probe: bool,
+    eager: bool,
+    tensor_parallel: int,
+    memory_share: float,
+    limits: Limits,
+    device: str | None,
+    out: Path | None,
+    quiet: bool,
+    command: Sequence[str] = ENGINE,
+    version: str | None = None,
+) -> dict:
+    """Run or continue a sweep and print its answer; returns validation.json's content. See `specq validate --help`."""
+    found = load(study_dir)
+    version = version or installed_version()
+    if device:
+        found.config = validated(found.config.model_dump() | {"device": device})
+    if min(passes, tensor_parallel, batch or 1, num_prompts or 1, context or 1) < 1 or not 0 < memory_share <= 1:
+        raise SpecqError("--passes, --tensor-parallel, --batch, --num-prompts and --context must be positive")
+    out = out or study_dir / ("synthetic" if synthetic else "validation")
+    cells = cells_of(found, dtypes, ks, extra)
+    if probe and parse_version(version) not in PROBED:
+        known = ", ".join(".".join(map(str, v)) for v in PROBED)
+        raise SpecqError(f"--probe knows the sampler of vLLM {known}, not of {version}")
+    if probe and tensor_parallel > 1:
+        raise SpecqError("--probe records in one process: use it with --tensor-parallel 1")
+    common = dict(
+        batch=batch or found.config.batch[0], passes=passes, seed=found.config.seed, eager=eager,
+        tensor_parallel=tensor_parallel, memory_share=memory_share,
+    )  # fmt: skip
+    if synthetic:
+        shape = pairs.find(pair, None, None) if pair else pairs.find(found.config.pair, None, None)
+        context = context or found.config.context[0]
+        work = synthetic_workload(
+            found, cells, shape, out, version, num_prompts or 2 * common["batch"], context, **common
+        )
+    elif pair or context:
+        raise SpecqError("--pair and --context belong to --synthetic; otherwise pair and prompts are the study's")
+    else:
+        work = workload(found, version, num_prompts, probe=str((out / "probe").resolve()) if probe else None, **common)
+    made = Validation(found, cells, work, out, _cost(found, cost), Reporter(quiet), limits, command).run()
+    show(made, out)
+    return made
+
+
+def show(made: dict, out: Path) -> None:
+    """Print the cells, the K truly best of every format, and where the file is."""
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("cell", "emitted", "replay", "difference", "tokens/s", "speedup", "predicted"):
+        table.add_column(name, justify="left" if name == "cell" else "right")
+    for cell in made["cells"]:
+        if cell["status"] != "ok":
+            table.add_row(escape(cell["name"]), cell["status"])
+            continue
+        agreed = cell.get("agreement")
+        counters = cell["counters"]
+        measured, told, gap = "1", "", ""
+        if agreed:
+            emitted = agreed["emitted"]
+            measured, told = (f"{emitted[x]['value']:.4f}" for x in ("measured", "predicted"))
+            gap = _interval(emitted["difference"])
+        elif counters:
+            measured = f"{counters['mean_emitted']:.4f}"
+        gained, said = cell.get("speedup_measured"), cell.get("speedup_predicted")
+        table.add_row(
+            escape(cell["name"]), measured, told, gap, f"{cell['speed']['tokens_per_second']:,.0f}",
+            f"{gained['throughput']:.3f}x" if gained else "", f"{said['value']:.3f}x" if said and said["value"] else "",
+        )  # fmt: skip
+    console.print(table)
+    for cell in made["cells"]:
+        if cell["status"] in ("failed", "timeout"):
+            console.print(f"{cell['name']}: {cell['error']}", markup=False)
+    for name, f in made["formats"].items():
+        lost = "not measured" if f["regret"] is None else f"{100 * f['regret']:.1f} %"
+        spread = "" if f["spread_of_repeats"] is None else f" (repeats scatter by {100 * f['spread_of_repeats']:.1f} %)"
+        console.print(
+            f"{name}: best measured K = {f['measured_best_k']}, recommended {f['recommended_k']}, regret {lost}{spread}",
+            markup=False,
+        )
+    for warning in made["warnings"]:
+        console.print(f"warning: {warning}", markup=False)
+    if not made["complete"]:
+        console.print("not complete: the same command again runs what is missing", markup=False)
+    console.print(f"JSON: {out / 'validation.json'}", soft_wrap=True, markup=False)
+
+
+def _interval(block: dict) -> str:
+    lo, hi = block["ci95"]
+    if lo is None or hi is None:
+        return f"{block['value']:+.4f}"
+    return f"{block['value']:+.4f} [{lo:+.4f}, {hi:+.4f}]"

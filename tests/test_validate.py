@@ -1,0 +1,376 @@
+"""Validation against an engine in a process of its own: agreement with the replay, failures, resuming, step times."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import save_model
+from test_retune import write_prompts
+from test_study import small_study, strict_json
+from typer.testing import CliRunner
+
+from specq import cli
+from specq.cost import Operating, cycle_times
+from specq.cost.table import read_timings
+from specq.errors import SpecqError
+from specq.finished import load, reconfigured
+from specq.kv import get_format
+from specq.rules import Transform
+from specq.vllm import agreement, speed
+from specq.vllm.command import cells_of, validate_command
+from specq.vllm.plan import Cell, Workload, build, parse_cell
+from specq.vllm.protocol import CellRequest, CellResult, Pass, RequestLog, read_result
+from specq.vllm.runner import finished, last_words, run_cell
+from specq.vllm.validate import Limits, how_to_install
+
+FAKE = Path(__file__).with_name("fake_engine.py")
+PASSES = 1
+
+
+def fake(mode="decode"):
+    return (sys.executable, str(FAKE), mode)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """A finished study of a random pair that accepts about half."""
+    root = tmp_path_factory.mktemp("validate")
+    pair = (save_model(root / "t", seed=1), save_model(root / "d", seed=1, num_hidden_layers=1))
+    prompts = write_prompts(root / "p.jsonl", 16)
+    options = {"prompts": prompts, "num_prompts": 16, "output_tokens": 24, "k_max": 4, "current_k": 2, "batch": (4,)}
+    return small_study(root, pair, ("fp8",), **options)[1]
+
+
+def sweep(study, out, command=None, **changes):
+    options = dict(
+        dtypes=["bf16", "fp8"], ks=[0, 2], extra=["bf16:2:greedy"], batch=None, num_prompts=None, passes=PASSES,
+        synthetic=False, pair=None, context=None, cost=None, probe=False, eager=False, tensor_parallel=1,
+        memory_share=0.9, limits=Limits(120.0), device=None, out=out, quiet=True, command=command or fake(),
+        version="0.24.0",
+    )  # fmt: skip
+    return validate_command(study, **options | changes)
+
+
+@pytest.fixture(scope="module")
+def swept(study):
+    """(first call with one cell failing, file times, second call, its folder)."""
+    out = study / "validation"
+    os.environ["FAKE_FAIL"] = "fp8_e4m3-k2-probabilistic"
+    try:
+        first = sweep(study, out)
+    finally:
+        del os.environ["FAKE_FAIL"]
+    times = {p.name: p.stat().st_mtime_ns for p in (out / "cells").glob("*.result.json")}
+    return first, times, sweep(study, out), out
+
+
+def by_name(made):
+    return {c["name"]: c for c in made["cells"]}
+
+
+def test_one_failing_cell_costs_no_other(swept):
+    """The failed cell says why in a line; every other cell is complete, and so is the file."""
+    cells = by_name(swept[0])
+    bad = cells.pop("fp8_e4m3-k2-probabilistic")
+    assert bad["status"] == "failed" and "ValueError: Selected backend is not valid" in bad["error"]
+    assert len(cells) == 4 and all(c["status"] == "ok" for c in cells.values())
+    assert not swept[0]["complete"]
+
+
+def test_second_call_runs_only_what_is_missing(swept):
+    _, times, second, out = swept
+    assert second["complete"]
+    for name, at in times.items():
+        assert (out / "cells" / name).stat().st_mtime_ns == at
+    assert len(list((out / "cells").glob("*.result.json"))) == len(times) + 1
+    assert strict_json(out / "validation.json") == json.loads(json.dumps(second))
+
+
+@pytest.mark.parametrize("name", ["bf16-k2-probabilistic", "bf16-k2-greedy"])
+def test_literal_cycles_agree_with_the_replay_of_their_tokens(swept, name):
+    """Real draft-and-verify cycles: counters equal the steps seen, and the joint test finds nothing against the chain."""
+    cell = by_name(swept[2])[name]
+    agreed, counters = cell["agreement"], cell["counters"]
+    assert cell["warnings"] == []
+    assert counters["drafted"] == 2 * counters["drafts"] and 0 < counters["accepted"]
+    assert agreed["documents"] == 16 and agreed["requests"] == 16 * PASSES
+    assert agreed["positions"] == 16 * PASSES * 22  # 24 tokens, less prefill's and the last
+    assert agreed["joint_test"]["p_value"] > 1e-3
+    if name.endswith("greedy"):  # the text alone tells a greedy draft's cycles
+        assert agreed["joint_test"]["exact"]
+    gap = agreed["emitted"]["difference"]
+    assert abs(gap["value"]) < 4 * gap["se"]
+    survival = [s["measured"]["value"] for s in agreed["marginal_survival"]]
+    assert 1 + sum(survival) == pytest.approx(agreed["emitted"]["measured"]["value"])
+    assert counters["mean_emitted"] == pytest.approx(agreed["emitted"]["measured"]["value"], rel=0.06)
+
+
+def test_cycles_of_another_engine_are_told_apart(study, swept):
+    """Every second cycle that accepted something shows one draft less than the texts say: the joint test sees it."""
+    cell, out = "bf16-k2-probabilistic", swept[3] / "cells"
+    request = CellRequest.model_validate_json((out / f"{cell}.request.json").read_text())
+    result = read_result((out / f"{cell}.result.json").read_text(), request)
+    kept = np.load(out / f"{cell}.replay.npz")
+    logs, rng = result.requests, np.random.default_rng(0)
+    for log in logs:
+        cut = []
+        for step in log.steps:
+            lose = len(step) > 1 and rng.random() < 0.5
+            cut += [step[:1], step[1:]] if lose else [step]
+        log.steps = cut
+    seen = agreement.observe(logs, 2)
+    told = agreement.predict(kept["a"], kept["b"], seen.positions, 2)
+    made = agreement.compare([request.documents[r.prompt] for r in logs], seen, told, 0)
+    assert made["joint_test"]["p_value"] < 1e-4
+    assert made["emitted"]["difference"]["value"] < 0
+
+
+def test_file_answers_the_questions(study, swept):
+    """The K truly best beside the recommended one, regret, speedups beside the predicted, backends, draft format."""
+    made = swept[2]
+    cells = by_name(made)
+    assert cells["fp8_e4m3-k2-probabilistic"]["draft_kv_dtype"] == "fp8_e4m3"  # 0.24: inherited
+    assert cells["bf16-k0"]["attention_backends_logged"] == ["FLASH_ATTN"]
+    for name in ("bf16-k2-probabilistic", "fp8_e4m3-k2-probabilistic"):
+        assert cells[name]["speedup_measured"]["throughput"] > 0 and cells[name]["speedup_predicted"]["value"] > 0
+    fmt = made["formats"]["fp8_e4m3"]
+    recommended = strict_json(study / "fp8" / "recommendation.json")["recommended_num_speculative_tokens"]
+    assert fmt["recommended_k"] == recommended
+    assert fmt["regret"] is None or recommended in (0, 2)
+    assert fmt["serving_tokens_for_the_replays_error"]["2"] > 0
+    assert any("cannot set the draft's KV format" in w for w in made["warnings"])
+
+
+def test_page_of_the_check_tells_every_cell(swept, tmp_path):
+    """studies/vllm_check.py writes its table, regret lines and plot from validation.json alone."""
+    spec = importlib.util.spec_from_file_location("vllm_check", FAKE.parents[1] / "studies" / "vllm_check.py")
+    check = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(check)
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "study.json").write_text("{}")
+    check.page(tmp_path, tmp_path / "page", swept[0], swept[0])
+    written = (tmp_path / "page" / "README.md").read_text()
+    for cell in swept[0]["cells"]:
+        assert f"| {cell['name']} |" in written
+    assert "ValueError: Selected backend" in written and "regret" in written
+    assert (tmp_path / "page" / "curves.png").stat().st_size > 10_000
+    assert str(swept[3].parent.parent) not in (tmp_path / "page" / "validation.json").read_text()
+
+
+def test_a_kept_result_answers_its_own_request_only(swept):
+    """Another number of passes makes another request, and half a file is no result: both are measured again."""
+    out = swept[3] / "cells"
+    request = CellRequest.model_validate_json((out / "bf16-k0.request.json").read_text())
+    assert finished(out, request) is not None
+    assert finished(out, request.model_copy(update={"passes": 7})) is None
+    moved = request.model_copy(update={"engine": request.engine | {"model": "/elsewhere/t"}})
+    assert finished(out, moved) is not None  # the same directory in another place
+    assert finished(out, request.model_copy(update={"engine": request.engine | {"model": "/elsewhere/u"}})) is None
+    copy = out / "half.result.json"
+    copy.write_text((out / "bf16-k0.result.json").read_text()[:200])
+    assert finished(out, request.model_copy(update={"name": "half"})) is None
+
+
+@pytest.fixture
+def request_of(study):
+    work = Workload(
+        models=("t", "d"), prompts=[[3, 4, 5]], documents=["x"], transform=Transform(), output_tokens=4, batch=1,
+        version="0.24.0",
+    )  # fmt: skip
+    return lambda k=2: build(Cell(get_format("bf16"), k, "probabilistic"), work)
+
+
+def alive(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_time_limit_ends_the_whole_process_group(tmp_path, request_of):
+    """A cell that hangs is ended with its children, which would hold the GPU's memory."""
+    outcome = run_cell(tmp_path, request_of(), 3.0, fake("hang"))
+    assert outcome.status == "timeout" and "3 s" in outcome.error
+    pids = [int(p) for p in next(tmp_path.glob("*.pids")).read_text().split()]
+    assert len(pids) == 2 and not any(map(alive, pids))
+
+
+@pytest.mark.parametrize("mode", ["crash", "garbage"])
+def test_failures_are_outcomes(tmp_path, request_of, mode):
+    outcome = run_cell(tmp_path, request_of(), 60.0, fake(mode))
+    assert outcome.status == "failed" and outcome.result is None and "\n" not in outcome.error
+
+
+def test_last_words_are_the_exception(tmp_path):
+    path = tmp_path / "log"
+    path.write_text(
+        "(EngineCore pid=7) ValueError: head size 64 is not supported\nRuntimeError: Engine core initialization failed. See"
+        " root cause above.\nbye\n"
+    )
+    assert last_words(path).startswith("RuntimeError: Engine core")
+    path.write_text("")
+    assert last_words(path) == "it said nothing"
+
+
+def test_stop_after_leaves_cells_pending(study):
+    made = sweep(study, study / "late", limits=Limits(60.0, 0.0))
+    assert {c["status"] for c in made["cells"]} == {"pending"} and not made["complete"]
+
+
+def log_of(*steps, reason="length"):
+    it = iter(range(1000))
+    return RequestLog(
+        prompt=0, steps=[[next(it) for _ in range(n)] for n in steps], first=0.0, last=1.0, finish_reason=reason
+    )
+
+
+def test_observed_cycles_leave_the_last_position_out():
+    """Steps 1 | 3 | 1 | 2 at K = 2: six positions, of which five count; the cut cycle's first draft counts, its end not."""
+    seen = agreement.observe([log_of(1, 3, 1, 2)], 2)
+    assert seen.positions.tolist() == [5] and seen.ends.tolist() == [2]
+    assert seen.accepted.tolist() == [[2, 1]]
+    assert seen.ends[0] + seen.accepted[0].sum() == seen.positions[0]
+
+
+def test_steady_steps_leave_prefill_and_ragged_ends_out():
+    done = Pass(
+        seconds=9.0, requests=[log_of(1, 1), log_of(1, 1)], step_ends=[1, 2, 3, 4.5, 6, 7], rows=[2, 2, 2, 2, 2, 1],
+        firsts=[2, 0, 0, 0, 0, 0],
+    )  # fmt: skip
+    assert speed.steady_steps(done, 2).tolist() == [1.0, 1.5, 1.5]
+
+
+@pytest.mark.parametrize("dip", [0.0, -0.004])
+def test_timings_give_every_cycle_time_back(tmp_path, dip):
+    """`--cost validation.json` knows each measured cycle exactly, also where a longer one was measured shorter."""
+    cycles = {("bf16", 0): [0.01], ("bf16", 2): [0.02], ("bf16", 4): [0.025 + dip], ("fp8_e4m3", 0): [0.009],
+              ("fp8_e4m3", 4): [0.03]}  # fmt: skip
+    made = speed.timings(cycles, batch=8, context=600)
+    (tmp_path / "validation.json").write_text(json.dumps({"cells": [], "timings": made}))
+    cost = read_timings(str(tmp_path / "validation.json"))
+    for (fmt, k), (seconds,) in cycles.items():
+        assert cycle_times(cost, Operating(8, 600, fmt, "bf16"), 4)[k] == pytest.approx(seconds, rel=1e-9)
+
+
+def test_file_without_cycle_times_is_refused_as_a_cost(tmp_path):
+    (tmp_path / "validation.json").write_text(json.dumps({"timings": None}))
+    with pytest.raises(SpecqError, match="holds no cycle times"):
+        read_timings(str(tmp_path / "validation.json"))
+    assert speed.timings({("bf16", 2): [0.1]}, 1, 1) is None
+
+
+def test_regret_names_the_best_and_the_scatter():
+    made = speed.regret({0: [100, 102], 2: [150, 150], 4: [140, 144]}, 4)
+    assert made["measured_best_k"] == 2 and made["regret"] == pytest.approx(1 - 142 / 150)
+    assert made["spread_of_repeats"] == pytest.approx(np.std([140, 144], ddof=1) / 142)
+    assert speed.regret({0: [100]}, 4)["regret"] is None
+
+
+# vllm/entrypoints/llm.py and vllm/engine/arg_utils.py of 0.24 and 0.32: LLM(...) passes the rest on to EngineArgs
+LLM_ARGUMENTS = {"model", "dtype", "kv_cache_dtype", "attention_backend", "max_model_len", "max_num_seqs", "seed",
+                 "tensor_parallel_size", "gpu_memory_utilization", "enable_prefix_caching", "enforce_eager",
+                 "disable_log_stats", "speculative_config", "load_format", "skip_tokenizer_init"}  # fmt: skip
+SAMPLING_ARGUMENTS = {"temperature", "top_p", "top_k", "max_tokens", "detokenize", "ignore_eos"}
+
+
+@pytest.mark.parametrize(("version", "free"), [("0.24.0", False), ("0.32.0", True), ("0.24.0+cu130", False)])
+def test_requests_use_only_what_that_vllm_knows(version, free):
+    """0.24 refuses unknown keys and has no draft kv_cache_dtype; INT8 needs TRITON_ATTN; K = 0 has no speculative_config."""
+    work = Workload(
+        models=("t", "d"), prompts=[[1] * 30], documents=["x"], transform=Transform(0.0), output_tokens=10, batch=2,
+        version=version, positions=64,
+    )  # fmt: skip
+    request = build(Cell(get_format("int8"), 4, "greedy"), work)
+    assert set(request.engine) <= LLM_ARGUMENTS and set(request.sampling) <= SAMPLING_ARGUMENTS
+    assert request.engine["attention_backend"] == "TRITON_ATTN" and request.sampling["temperature"] == 0.0
+    assert request.engine["max_model_len"] == 45  # the last cycles still draft all they would
+    config = request.engine["speculative_config"]
+    assert config["draft_sample_method"] == "greedy"
+    assert config.get("kv_cache_dtype") == ("bfloat16" if free else None)
+    plain = build(Cell(get_format("bf16"), 0, "greedy"), work)
+    assert "speculative_config" not in plain.engine and plain.engine["kv_cache_dtype"] == "bfloat16"
+
+
+def test_texts_beyond_the_models_positions_are_refused(request_of):
+    work = Workload(
+        models=("t", "d"), prompts=[[1] * 60], documents=["x"], transform=Transform(), output_tokens=10, batch=2,
+        version="0.24.0", positions=64,
+    )  # fmt: skip
+    with pytest.raises(SpecqError, match="70 tokens are longer than"):
+        build(Cell(get_format("bf16"), 1, "greedy"), work)
+
+
+def test_cells(study):
+    found = load(study)
+    names = [c.name for c in cells_of(found, [], [4], ["fp8:4@triton_attn"])]
+    assert names == ["bf16-k0", "bf16-k4-probabilistic", "fp8_e4m3-k0", "fp8_e4m3-k4-probabilistic",
+                     "fp8_e4m3-k4-probabilistic-TRITON_ATTN"]  # fmt: skip
+    default = {c.k for c in cells_of(found, [], None, [])}
+    recommended = strict_json(study / "fp8" / "recommendation.json")["recommended_num_speculative_tokens"]
+    assert {0, 2, 4, recommended} <= default
+    for bad in ("fp8", "fp8:x", "fp8:4:eager", "fp8:4@", ""):
+        with pytest.raises(SpecqError, match="write FORMAT:K"):
+            parse_cell(bad, "greedy")
+    with pytest.raises(SpecqError, match="vLLM has no KV cache format"):
+        parse_cell("int8_per_channel:2", "greedy")
+
+
+def test_a_step_longer_than_a_cycle_is_no_cycle(request_of):
+    """An engine that hands out several cycles at once cannot be read: the cell fails instead of giving a wrong number."""
+    request = request_of(k=2)
+    done = Pass(seconds=1.0, requests=[log_of(1, 4)], step_ends=[1], rows=[1], firsts=[1])
+    result = CellResult(digest=request.digest, versions={}, device="x", timing_mode="x", passes=[done], counters=None)
+    with pytest.raises(SpecqError, match="steps are no cycles"):
+        read_result(result.model_dump_json(), request)
+
+
+def test_synthetic_sweep_times_a_shape_and_tune_reads_it(study):
+    """Acceptance as prescribed (marginal rates), weights as dummies, and the timings decide a study again."""
+    made = sweep(
+        study, study / "synthetic", synthetic=True, pair="tiny", context=40, num_prompts=64, passes=1, ks=[0, 4],
+        dtypes=["fp8"], extra=[], command=fake("synthetic"),
+    )  # fmt: skip
+    assert made["synthetic"] and made["complete"]
+    cell = by_name(made)["fp8_e4m3-k4-probabilistic"]
+    request = CellRequest.model_validate_json(
+        (study / "synthetic/cells/fp8_e4m3-k4-probabilistic.request.json").read_text()
+    )
+    config = request.engine["speculative_config"]
+    assert config["rejection_sample_method"] == "synthetic" and request.engine["load_format"] == "dummy"
+    assert request.sampling["ignore_eos"] and {len(p) for p in request.prompts} == {40}
+    found = load(study)
+    result = found.material.main.arms["fp8_e4m3+fp8_e4m3"].result
+    asked = (result.accepted.sum(0) / result.ends.sum(0)[:, None])[3, :4]
+    assert cell["asked_marginal_survival"] == pytest.approx(asked.tolist())
+    n = cell["counters"]["drafts"]
+    for got, want in zip(cell["counters"]["marginal_survival"], asked, strict=True):
+        assert abs(got - want) < 4 * np.sqrt(want * (1 - want) / n) + 1e-9
+    config = reconfigured(found.config, {"cost": str(study / "synthetic" / "validation.json"), "batch": (4,)})
+    times = cycle_times(found.cost(config), Operating(4, 52, "fp8_e4m3", "bf16"), 4)
+    assert times[0] == pytest.approx(0.5) and times[4] == pytest.approx(0.5)  # the fake engine's clock
+
+
+def test_without_vllm_the_command_says_what_to_install(study, monkeypatch, capsys):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    done = CliRunner().invoke(cli.app, ["validate", str(study)])
+    assert isinstance(done.exception, SpecqError) and "pip install" in str(done.exception)
+    assert "Darwin" in how_to_install("Darwin", "arm64") and "import-metrics" in how_to_install("Windows", "AMD64")
+
+
+def test_bad_requests_are_refused_before_anything_runs(study, tmp_path):
+    for changes, message in (
+        ({"passes": 0}, "must be positive"),
+        ({"dtypes": ["int8_per_tensor"]}, "vLLM has no KV cache format"),
+        ({"pair": "tiny"}, "belong to --synthetic"),
+        ({"probe": True, "version": "0.32.0"}, "--probe knows the sampler of vLLM 0.24"),
+        ({"synthetic": True, "pair": "tiny", "ks": [9]}, "no survival rates"),
+    ):
+        with pytest.raises(SpecqError, match=message):
+            sweep(study, tmp_path / "x", **changes)
+    assert not (tmp_path / "x").exists()
