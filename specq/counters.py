@@ -33,7 +33,7 @@ class CycleCounts:
                 f"inconsistent counts: per-position {list(positions)} must not rise, must start at most at"
                 f" {self.drafts} drafts and must sum to {self.accepted} accepted"
             )
-        if self.accepted > self.drafted or (self.drafted and not self.drafts):
+        if self.accepted > self.drafted or bool(self.drafted) != bool(self.drafts):
             raise SpecqError(
                 f"inconsistent counts: {self.accepted} accepted of {self.drafted} drafted in {self.drafts} cycles"
             )
