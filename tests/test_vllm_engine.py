@@ -82,7 +82,7 @@ def test_synthetic_rates_are_accepted(study):
 def test_the_engine_drafts_and_verifies_as_the_replay_of_its_tokens_says(study, tmp_path):
     """K = 0, 2, 4 with both draft methods: every cell runs, counters equal the steps seen, acceptance at K = 2 agrees.
 
-    At K = 4 vLLM 0.32 on a CPU loses drafts for some cycles at a time, by its own counters as well: agreement is not asked of it.
+    At K = 4 vLLM 0.32 on a CPU loses drafts for some cycles at a time, by its own counters too: agreement is not asked there.
     """
     from specq.vllm.command import validate_command
     from specq.vllm.validate import Limits
