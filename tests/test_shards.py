@@ -72,6 +72,15 @@ def alone(pair, tmp_path_factory):
     return data(out)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """A forked process has no threads of its parent's pool; with one thread it asks for none."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def forked(work):
     """Exit status of `work()` in a forked process: 0, 1 after an exception, or minus the signal that killed it."""
     child = os.fork()
