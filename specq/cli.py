@@ -219,8 +219,8 @@ def validate(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, for logs.")] = False,
 ) -> None:
     """Run the study's pair in vLLM and set measured acceptance and speed beside the predicted. Resumable."""
-    from specq.vllm.command import validate_command
-    from specq.vllm.validate import Limits
+    from specq.engines.vllm.command import validate_command
+    from specq.engines.vllm.validate import Limits
 
     validate_command(
         study_dir, dtypes=dtype or [], ks=_numbers(k, "--k"), extra=cell or [], batch=batch, num_prompts=num_prompts,
@@ -250,7 +250,7 @@ def import_metrics(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Acceptance from a server's own counters, without GPU or models."""
-    from specq.metrics.command import import_metrics_command
+    from specq.engines.metrics.command import import_metrics_command
 
     import_metrics_command(paths or [], against or [], url, every, span, model, draft_cost, out, as_json)
 

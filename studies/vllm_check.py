@@ -16,9 +16,9 @@ import sys
 import time
 from pathlib import Path
 
+from specq.engines.vllm.command import validate_command
+from specq.engines.vllm.validate import Limits
 from specq.progress import Reporter
-from specq.vllm.command import validate_command
-from specq.vllm.validate import Limits
 
 KS = [0, 2, 4, 8]
 DTYPES = ["bf16", "fp8", "int8"]

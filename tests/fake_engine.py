@@ -2,7 +2,7 @@
 
     python fake_engine.py MODE REQUEST.json RESULT.json
 
-Modes: `decode` steps a small engine through `specq.vllm.engine.measure`, so that all but vLLM's own classes is the real
+Modes: `decode` steps a small engine through `specq.engines.vllm.engine.measure`, so that all but vLLM's own classes is the real
 code (with acceptance as prescribed and no models where the request asks for dummy weights); `crash`; `hang`, with a child
 that outlives it; `garbage`. A name in FAKE_FAIL (comma-separated cells) crashes in any mode.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from specq.vllm.protocol import CellRequest, CellResult
+from specq.engines.vllm.protocol import CellRequest, CellResult
 
 
 def go_wrong(mode, asked, out):
@@ -40,9 +40,9 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from specq.acceptance import verify_cycle  # noqa: E402
+from specq.engines.vllm.engine import measure  # noqa: E402
 from specq.rules import Rule, Transform  # noqa: E402
 from specq.sampling import inverse_cdf, log_probs  # noqa: E402
-from specq.vllm.engine import measure  # noqa: E402
 
 
 @dataclass

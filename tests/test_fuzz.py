@@ -26,10 +26,10 @@ from transformers import AutoTokenizer
 from specq import records
 from specq.checkpoint import BITS, Checkpoint, open_checkpoint, read_header
 from specq.config import StudyConfig, make_config
+from specq.engines.metrics import command as metrics
+from specq.engines.metrics.summary import summarise
+from specq.engines.metrics.text import COUNTERS, PER_POSITION, PREFIX
 from specq.errors import SpecqError
-from specq.metrics import command as metrics
-from specq.metrics.summary import summarise
-from specq.metrics.text import COUNTERS, PER_POSITION, PREFIX
 from specq.models import examine, load
 from specq.prompts import encode_prompts, read_records
 

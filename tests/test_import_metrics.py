@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from specq.cli import app
 from specq.counters import CycleCounts
+from specq.engines.metrics.command import read
+from specq.engines.metrics.difference import Reading, difference
+from specq.engines.metrics.readings import other_reading
+from specq.engines.metrics.scrape import scrape, seconds
+from specq.engines.metrics.summary import choose_k, independent_se, k_measured, shift, summarise
+from specq.engines.metrics.text import Engine, parse
 from specq.errors import SpecqError
-from specq.metrics.command import read
-from specq.metrics.difference import Reading, difference
-from specq.metrics.readings import other_reading
-from specq.metrics.scrape import scrape, seconds
-from specq.metrics.summary import choose_k, independent_se, k_measured, shift, summarise
-from specq.metrics.text import Engine, parse
 from specq.progress import Reporter
 
 NAMES = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from specq.engines.vllm import probe, probed
+from specq.engines.vllm.probe import COLUMNS, ProbeError, install, score
+from specq.engines.vllm.protocol import CellResult, Pass, RequestLog
 from specq.files import read_parquet
-from specq.vllm import probe, probed
-from specq.vllm.probe import COLUMNS, ProbeError, install, score
-from specq.vllm.protocol import CellResult, Pass, RequestLog
 
 P = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.3, 0.5]])
 Q = torch.tensor([[0.3, 0.6, 0.1], [0.5, 0.3, 0.2]])
@@ -174,7 +174,7 @@ def test_plugin_installs_once(monkeypatch, tmp_path, pinned):
 
 def test_entry_point_is_declared():
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-    assert '[project.entry-points."vllm.general_plugins"]' in text and "specq.vllm.probe:register" in text
+    assert '[project.entry-points."vllm.general_plugins"]' in text and "specq.engines.vllm.probe:register" in text
 
 
 def test_alpha_is_laid_on_the_texts_positions():

@@ -17,16 +17,16 @@ from typer.testing import CliRunner
 from specq import cli
 from specq.cost import Operating, cycle_times
 from specq.cost.table import read_timings
+from specq.engines.vllm import agreement, speed
+from specq.engines.vllm.command import cells_of, validate_command
+from specq.engines.vllm.plan import Cell, Workload, build, parse_cell
+from specq.engines.vllm.protocol import CellRequest, CellResult, Pass, RequestLog, read_result
+from specq.engines.vllm.runner import finished, last_words, run_cell
+from specq.engines.vllm.validate import Limits, how_to_install
 from specq.errors import SpecqError
 from specq.finished import load, reconfigured
 from specq.kv import get_format
 from specq.rules import Transform
-from specq.vllm import agreement, speed
-from specq.vllm.command import cells_of, validate_command
-from specq.vllm.plan import Cell, Workload, build, parse_cell
-from specq.vllm.protocol import CellRequest, CellResult, Pass, RequestLog, read_result
-from specq.vllm.runner import finished, last_words, run_cell
-from specq.vllm.validate import Limits, how_to_install
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 PASSES = 1

@@ -84,8 +84,8 @@ def test_the_engine_drafts_and_verifies_as_the_replay_of_its_tokens_says(study, 
 
     At K = 4 vLLM 0.32 on a CPU loses drafts for some cycles at a time, by its own counters too: agreement is not asked there.
     """
-    from specq.vllm.command import validate_command
-    from specq.vllm.validate import Limits
+    from specq.engines.vllm.command import validate_command
+    from specq.engines.vllm.validate import Limits
 
     made = validate_command(
         study, dtypes=["bf16"], ks=[0, 2, 4], extra=["bf16:2:greedy"], batch=8, num_prompts=None, passes=1,

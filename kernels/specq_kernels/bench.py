@@ -167,16 +167,14 @@ def bench_verify(rates: tuple[float, float]) -> list[dict]:
             for name in FORMATS:
                 for queries in QUERIES:
                     case = Case(name, *point, queries, *geometry)
-                    error = case.error(case.run(0))
-                    if not error < TOLERANCE:
-                        raise SystemExit(f"{name} {geometry} {point} q{queries}: relative error {error}")
                     at = (name, geometry, point, queries)
                     backend = verify_backend(torch.device("cuda", 0), geometry[2])
-                    rows.append(attention_row("specq", *at, case.time(), case.kv_bytes, error, rates, backend))
-                    if point[0] < 32:
-                        error = case.error(case.run(0, fill=True))
-                        us = case.time(fill=True)
-                        rows.append(attention_row("specq_fill", *at, us, case.kv_bytes, error, rates, backend))
+                    for kernel, fill in (("specq", False), ("specq_fill", True))[: 2 if point[0] < 32 else 1]:
+                        error = case.error(case.run(0, fill=fill))
+                        if not error < TOLERANCE:
+                            raise SystemExit(f"{kernel} {name} {geometry} {point} q{queries}: relative error {error}")
+                        us = case.time(fill=fill)
+                        rows.append(attention_row(kernel, *at, us, case.kv_bytes, error, rates, backend))
                     sets = case.sets
                     del case
                     for other in others:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from specq.engines.vllm.probe import COLUMNS
+from specq.engines.vllm.protocol import CellResult, RequestLog
 from specq.files import read_parquet, write_parquet
-from specq.vllm.probe import COLUMNS
-from specq.vllm.protocol import CellResult, RequestLog
 
 _REQUEST = re.compile(r"pass(\d+)-(\d+)(?:-|$)")  # the adapter's request id; vLLM may append to it
 Key = tuple[int, int]  # (pass, prompt)

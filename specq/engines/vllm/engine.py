@@ -1,6 +1,6 @@
 """The adapter to vLLM, and the only module that imports it: one cell, in a process of its own.
 
-    python -m specq.vllm.engine REQUEST.json RESULT.json
+    python -m specq.engines.vllm.engine REQUEST.json RESULT.json
 
 Written against vLLM 0.24 and 0.32: LLM(...), LLMEngine.add_request / step / has_unfinished_requests, LLM.get_metrics()
 (Counter.value, Vector.values), SamplingParams with RequestOutputKind.DELTA. The engine is stepped by hand so that tokens
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from specq.vllm.protocol import CellRequest, CellResult, Counts, Pass, RequestLog
+from specq.engines.vllm.protocol import CellRequest, CellResult, Counts, Pass, RequestLog
 
 COUNTERS = {
     "vllm:spec_decode_num_drafts": "drafts",
@@ -101,7 +101,7 @@ def main(request_path: str, result_path: str) -> None:
     request = CellRequest.model_validate_json(Path(request_path).read_text(encoding="utf-8"))
     os.environ.update(request.environment)  # before vLLM reads it
     if request.probe:
-        from specq.vllm import probe
+        from specq.engines.vllm import probe
 
         probe.register()  # the plugin's own call comes to nothing then; without an installed specq it never comes
     from vllm import LLM, SamplingParams

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from specq.cost.table import Timing
-from specq.vllm.protocol import CellResult, Pass
+from specq.engines.vllm.protocol import CellResult, Pass
 
 FEW_STEPS = 20  # below so many steady steps a cycle time is not worth a number
 

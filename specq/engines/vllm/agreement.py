@@ -18,7 +18,7 @@ from specq import chain, stats
 from specq.agreement import of_counts
 from specq.analysis import by_text
 from specq.config import DRAWS
-from specq.vllm.protocol import RequestLog
+from specq.engines.vllm.protocol import RequestLog
 
 
 @dataclass(frozen=True)

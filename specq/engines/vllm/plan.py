@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from specq.engines.vllm.protocol import CellRequest
 from specq.errors import SpecqError
 from specq.kv import KVFormat, get_format
 from specq.rules import Transform
-from specq.vllm.protocol import CellRequest
 from specq.vllm_options import draft_kv_is_free, speculative_config, synthetic_rates
 
 # The probe reads the sampler in this very process and of the V1 runner only.

@@ -10,13 +10,13 @@ from rich.table import Table
 from specq import pairs
 from specq.config import validated
 from specq.cost import CostModel
+from specq.engines.vllm.plan import Cell, grid, parse_cell, served
+from specq.engines.vllm.record import recommended_k
+from specq.engines.vllm.runner import ENGINE
+from specq.engines.vllm.validate import Limits, Validation, installed_version, synthetic_workload, workload
 from specq.errors import SpecqError
 from specq.finished import Finished, load, reconfigured
 from specq.progress import Reporter
-from specq.vllm.plan import Cell, grid, parse_cell, served
-from specq.vllm.record import recommended_k
-from specq.vllm.runner import ENGINE
-from specq.vllm.validate import Limits, Validation, installed_version, synthetic_workload, workload
 from specq.vllm_options import PROBED, parse_version
 
 MAX_EXTRA_K = (2, 4, 8)

@@ -10,12 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from specq import files
+from specq.engines.metrics.difference import Reading, difference
+from specq.engines.metrics.readings import other_reading, read_text
+from specq.engines.metrics.scrape import scrape, seconds
+from specq.engines.metrics.summary import choose_k, shift, summarise
+from specq.engines.metrics.text import parse
 from specq.errors import SpecqError
-from specq.metrics.difference import Reading, difference
-from specq.metrics.readings import other_reading, read_text
-from specq.metrics.scrape import scrape, seconds
-from specq.metrics.summary import choose_k, shift, summarise
-from specq.metrics.text import parse
 from specq.progress import Reporter
 
 

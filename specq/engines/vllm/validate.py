@@ -10,16 +10,16 @@ import numpy as np
 
 from specq import chain, files, pairs
 from specq.cost import CostModel
+from specq.engines.vllm import agreement, probed
+from specq.engines.vllm.plan import Cell, Workload, build, random_prompts
+from specq.engines.vllm.protocol import CellRequest
+from specq.engines.vllm.record import validation_json
+from specq.engines.vllm.replayed import Replayer, counted
+from specq.engines.vllm.runner import ENGINE, Outcome, run_cells
+from specq.engines.vllm.shapes import config_directories
 from specq.errors import SpecqError
 from specq.finished import Finished
 from specq.progress import Reporter
-from specq.vllm import agreement, probed
-from specq.vllm.plan import Cell, Workload, build, random_prompts
-from specq.vllm.protocol import CellRequest
-from specq.vllm.record import validation_json
-from specq.vllm.replayed import Replayer, counted
-from specq.vllm.runner import ENGINE, Outcome, run_cells
-from specq.vllm.shapes import config_directories
 from specq.vllm_options import parse_version
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from specq import stats
 from specq.counters import CycleCounts
-from specq.metrics.difference import Reading
+from specq.engines.metrics.difference import Reading
 from specq.tune import MAX_LOSS
 
 Z = 1.959963984540054  # the normal quantile of a 95 % interval

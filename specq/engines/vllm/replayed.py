@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from specq.config import StudyConfig
+from specq.engines.vllm.plan import Cell
+from specq.engines.vllm.protocol import CellRequest, CellResult, RequestLog
 from specq.inputs import Models, load_models
 from specq.progress import Reporter
 from specq.prompts import Prompt, Text
 from specq.replay import Arm, Setting, score_texts
 from specq.rules import Rule, Transform, acceptance_terms
-from specq.vllm.plan import Cell
-from specq.vllm.protocol import CellRequest, CellResult, RequestLog
 
 
 def counted(result: CellResult) -> list[RequestLog]:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from specq.counters import CycleCounts
+from specq.engines.metrics.difference import Reading
+from specq.engines.metrics.text import LARGEST
 from specq.errors import SpecqError
-from specq.metrics.difference import Reading
-from specq.metrics.text import LARGEST
 
 LOG_MARK = "SpecDecoding metrics:"
 _NUMBER = r"(\d{1,9}(?:\.\d{1,9})?)"

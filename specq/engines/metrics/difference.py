@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specq.counters import CycleCounts
+from specq.engines.metrics.text import Counters, Engine
 from specq.errors import SpecqError
-from specq.metrics.text import Counters, Engine
 
 
 @dataclass

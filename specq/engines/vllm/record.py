@@ -4,16 +4,16 @@ from typing import TYPE_CHECKING
 
 from specq import __version__, files
 from specq.cost import Operating, cycle_times
+from specq.engines.vllm import agreement, speed
+from specq.engines.vllm.plan import Cell
+from specq.engines.vllm.protocol import CellResult
+from specq.engines.vllm.runner import Outcome
 from specq.errors import SpecqError
 from specq.finished import Finished
-from specq.vllm import agreement, speed
-from specq.vllm.plan import Cell
-from specq.vllm.protocol import CellResult
-from specq.vllm.runner import Outcome
 from specq.vllm_options import CPU_VERIFIES_WRONGLY, draft_kv_is_free, parse_version
 
 if TYPE_CHECKING:
-    from specq.vllm.validate import Validation
+    from specq.engines.vllm.validate import Validation
 
 SCHEMA_VERSION = 1
 
@@ -79,7 +79,7 @@ def validation_json(v: "Validation") -> dict:
         "cells": list(blocks.values()),
         "formats": _format_blocks(v, blocks),
         "timings": timings,
-        "timings_note": "cycle times are measured; what of them a draft step takes is a convention (see specq/vllm/speed.py)"
+        "timings_note": "cycle times are measured; how much of one a draft step takes is a convention (speed.py)"
         if timings
         else None,
         "warnings": warnings,

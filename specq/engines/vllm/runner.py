@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from specq.engines.vllm.protocol import CellRequest, CellResult, read_result
 from specq.errors import SpecqError
-from specq.vllm.protocol import CellRequest, CellResult, read_result
 
-ENGINE = (sys.executable, "-m", "specq.vllm.engine")
+ENGINE = (sys.executable, "-m", "specq.engines.vllm.engine")
 GRACE = 10.0  # seconds between asking a process to end and ending it
 BACKEND = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? backend")
 
