@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from specq_kernels.codec import INTERPRETED  # noqa: E402
+
 from specq import scoring  # noqa: E402
 from specq.kv import get_format  # noqa: E402
 from specq.models import Vocabulary  # noqa: E402
@@ -17,6 +19,9 @@ from specq.rules import Rule, Transform  # noqa: E402
 BF16, FP8, INT8 = (get_format(n) for n in ("bf16", "fp8", "int8"))
 ARMS = [Arm.of(BF16, BF16), Arm.of(FP8, BF16), Arm.of(INT8, BF16), Arm.of(BF16, FP8), Arm.of(FP8, FP8)]
 RULES = [Rule(d, v) for d in ("probabilistic", "greedy") for v in ("standard", "strict")]
+DEVICE = "cpu" if INTERPRETED else "cuda"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("no GPU and no interpreter (TRITON_INTERPRET=1)", allow_module_level=True)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -25,12 +30,14 @@ def logits_of(count, widths, seed=0):
     g = torch.Generator().manual_seed(seed)
     common = 2 * torch.randn(count, max(widths), generator=g)
     passes = dict.fromkeys(p for a in ARMS for p in (a.target, a.draft))
-    return {p: (common + 0.5 * torch.randn(common.shape, generator=g))[:, : widths[p.role == "draft"]] for p in passes}
+    rows = {p: common + 0.5 * torch.randn(common.shape, generator=g) for p in passes}
+    return {p: x[:, : widths[p.role == "draft"]].to(DEVICE) for p, x in rows.items()}
 
 
 def positions_of(count, size):
     g = torch.Generator().manual_seed(1)
-    return scoring.Positions(torch.randint(0, size, (count,), generator=g), torch.rand(count, generator=g).double())
+    tokens, uniforms = torch.randint(0, size, (count,), generator=g), torch.rand(count, generator=g).double()
+    return scoring.Positions(tokens, uniforms).to(torch.device(DEVICE))
 
 
 @pytest.mark.parametrize(("rule", "heat"), itertools.product(RULES, [(1.0, 1.0), (0.6, 1.3), (0.0, 0.0)]), ids=str)
@@ -45,7 +52,9 @@ def test_the_kernels_give_the_columns_of_torch(rule, heat):
     for arm, columns in expected.items():
         assert got[arm].keys() == columns.keys()
         for name, column in columns.items():
-            assert got[arm][name].numpy() == pytest.approx(column.numpy(), rel=1e-5, abs=2e-6, nan_ok=False), (
+            assert got[arm][name].cpu().numpy() == pytest.approx(
+                column.cpu().numpy(), rel=1e-5, abs=2e-6, nan_ok=False
+            ), (
                 arm,
                 name,
             )
@@ -72,5 +81,5 @@ def test_slices_change_nothing():
     sliced, bad = scoring.score(logits, ARMS, positions, setting, 4 * 50)
     for arm, columns in whole.items():
         for name, column in columns.items():
-            assert np.array_equal(sliced[arm][name], column), (arm, name)
+            assert np.array_equal(sliced[arm][name].cpu(), column.cpu()), (arm, name)
     assert all(len(b) == 23 for b in bad.values())
