@@ -11,7 +11,9 @@ from rich.table import Table
 from specq import files
 from specq.command import answer_table
 from specq.conclude import Conclusion, conclude
-from specq.cost import CostModel
+from specq.cost import CostModel, FreeDraft
+from specq.cost.roofline import Roofline
+from specq.cost_command import show
 from specq.decision import Decision, StudyFacts
 from specq.errors import SpecqError
 from specq.finished import Finished, load, reconfigured
@@ -44,6 +46,9 @@ def tune_command(folder: Path, changes: Mapping[str, Any], mix: str | None, out:
         with files.whole_directory(out, overwrite=False) as partial:
             write(partial, finished, facts, cost, found)
     console = Console(highlight=False)
+    steps = cost.cost if isinstance(cost, FreeDraft) else cost
+    if isinstance(steps, Roofline) and steps.calibration:
+        show(console, steps.calibration)
     for name, conclusion in found.items():
         console.rule(escape(f"{facts.pair}: {name} against BF16"), align="left")
         console.print(answer_table(conclusion.recommendation))

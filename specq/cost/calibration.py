@@ -24,7 +24,7 @@ from specq.shape import ModelShape
 if TYPE_CHECKING:
     from scipy.optimize import OptimizeResult
 
-PULL = 0.02  # residual of one unit of distance from the assumed factors: of a rate e-fold, of a time see SCALE
+PULL = 0.01  # residual of one unit of distance from the assumed factors: of a rate e-fold, of a time see SCALE
 SCALE = {"layer_seconds": 10e-6, "step_seconds": 100e-6, "reduce_seconds": 10e-6}
 STARTS = ((0.8,), (0.6, 0.15), (1.0, 5.0))  # bandwidth; matrix; square roots of all times in SCALE
 OWN = 0.5  # a factor is the timings' own where they give more than this share of what is known about it
@@ -138,7 +138,9 @@ def fit(
     return Calibration(file, gpu.efficiency, found, share, tuple(timings), seconds)
 
 
-def _shares(jac: np.ndarray, names: Sequence[str], x: np.ndarray, terms: Terms, seconds: np.ndarray) -> dict[str, float]:
+def _shares(
+    jac: np.ndarray, names: Sequence[str], x: np.ndarray, terms: Terms, seconds: np.ndarray
+) -> dict[str, float]:
     """How much of each factor the timings determine: 1 - (spread with them / spread of the pull alone)^2."""
     counts = {"layer_seconds": terms.layers, "step_seconds": 1.0, "reduce_seconds": terms.reduces}
     slopes = jac.copy()

@@ -69,7 +69,9 @@ class Roofline:
         self.efficiency = calibration.efficiency if calibration else gpu.efficiency
         self.shapes = {"target": target, "draft": draft}
         self.over = {"target": gpus, "draft": gpus if draft.splits(gpus) else 1}
-        self.source = f"roofline:{f'{gpus}x' if gpus > 1 else ''}{gpu.name}{f'@{calibration.file}' if calibration else ''}"
+        self.source = (
+            f"roofline:{f'{gpus}x' if gpus > 1 else ''}{gpu.name}{f'@{calibration.file}' if calibration else ''}"
+        )
 
     @property
     def details(self) -> dict:
