@@ -110,7 +110,7 @@ def group_table(groups: list[GroupChoice]) -> Table:
         table.add_column(heading, justify="right")
     for g in groups:
         low, high = g.loss_ci95
-        lost = f"{100 * g.loss:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+        lost = f"{round(100 * g.loss, 1) + 0.0:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
         table.add_row(escape(g.name), str(g.documents), f"{g.mu_bf16:.3f}", f"{g.mu:.3f}", str(g.best), lost)
     return table
 

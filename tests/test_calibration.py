@@ -88,7 +88,7 @@ def test_noise_is_left_in_the_residuals():
 
 
 def test_the_table_is_the_roofline_over_the_measurement():
-    """Every row is the fitted roofline's own step time; a format that runs 1.3 times slower than its bytes shows in its group."""
+    """Every row is the fitted roofline's own step time; a format 1.3 times slower than its bytes say shows in its group."""
     records = [t.model_copy(update={"seconds": t.seconds * (1.3 if t.kv_format != "bf16" else 1)}) for t in timings()]
     found = fit(records, SHAPES, H200)
     cost = Roofline(H200, *SHAPES.values(), calibration=found)
