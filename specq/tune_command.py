@@ -10,7 +10,7 @@ from rich.table import Table
 
 from specq import files
 from specq.command import answer_table
-from specq.conclude import Conclusion, conclude
+from specq.conclude import Conclusion, conclude, decision_block
 from specq.cost import CostModel, FreeDraft
 from specq.cost.roofline import Roofline
 from specq.cost_command import show
@@ -118,7 +118,6 @@ def group_table(groups: list[GroupChoice]) -> Table:
 def write(out: Path, finished: Finished, facts: StudyFacts, cost: CostModel, found: Mapping[str, Conclusion]) -> None:
     """Each format's recommendation.json, decision.json and the plots of the decision into `out`/<format>/."""
     from specq.report.decision_plots import write_decision_plots
-    from specq.summary import decision_block
 
     for name, conclusion in found.items():
         sub = out / finished.study["directories"][name]

@@ -137,8 +137,8 @@ def _at():
 def test_the_break_even_plot_shows_what_is_decided_by():
     """Filled points: emitted and cycle-time ratio each at its best K, whose quotient is the speed of the decision; hollow ones,
     at the K in use now, only where that is not the best K of both."""
+    from specq.conclude import _curve
     from specq.report.decision_plots import at_best, at_current
-    from specq.summary import _curve
 
     found = study([0.9] * 3, [0.6] * 3)
     for current in (8, 3):
