@@ -43,11 +43,15 @@ class Server:
 
 @dataclass(frozen=True)
 class Load:
-    """What is served: a target and, with speculation, a draft with a cache of its own."""
+    """What is served: a target and, with speculation, a draft with a cache of its own.
+
+    `shared`: the draft is the target itself, whose weights lie in memory once.
+    """
 
     target: ModelShape
     draft: ModelShape | None = None
     draft_format: str = "bf16"
+    shared: bool = False
 
     def check(self, server: Server) -> None:
         """Raises SpecqError when the target cannot be divided over the server's GPUs."""
@@ -66,7 +70,8 @@ class Load:
 
     def weights_bytes(self, gpus: int = 1) -> float:
         """Bytes of weights on the fullest of `gpus`."""
-        return sum(shape.resident_bytes / over for shape, _, over in self._parts(get_format("bf16"), gpus))
+        parts = self._parts(get_format("bf16"), gpus)[: 1 if self.shared else None]
+        return sum(shape.resident_bytes / over for shape, _, over in parts)
 
     def sequence_bytes(self, fmt: KVFormat, tokens: int, gpus: int = 1) -> tuple[int, int]:
         """(code bytes, scale bytes) of one sequence on the fullest of `gpus`, target and draft together."""
@@ -163,7 +168,7 @@ def explain(found: CapacityReport) -> list[str]:
         return []
     free = load.free_bytes(server)
     weights = f"weights {gigabytes(load.target.resident_bytes)}"
-    weights += f" and a draft of {gigabytes(load.draft.resident_bytes)}" if load.draft else ""
+    weights += f" and a draft of {gigabytes(load.draft.resident_bytes)}" if load.draft and not load.shared else ""
     if free <= 0:
         return [
             f"{server.name} do not hold the weights: {weights}, {gigabytes(load.weights_bytes(server.gpus))} on the"

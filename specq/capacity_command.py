@@ -38,7 +38,8 @@ def capacity_command(
     server = _server(gpus, utilisation, reserve_gb)
     if sequences is not None and server is None:
         raise SpecqError("--sequences asks what fits: name the server with --gpus, e.g. --gpus 8xh100")
-    load = _load(pair, target, draft, draft_dtype, weight_bytes)
+    shared = draft == pairs.SELF
+    load = Load(*pair_shapes(pair, target, draft, weight_bytes), get_format(draft_dtype).name, shared)
     found = report(load, formats, context, server, sequences)
     if as_json:
         print(json.dumps(as_dict(found), indent=2, allow_nan=False))
@@ -61,16 +62,19 @@ def _server(gpus: str | None, utilisation: float, reserve_gb: float) -> Server |
     return Server(gpu.name, count, gpu.memory, utilisation, reserve_gb)
 
 
-def _load(
-    pair: str | None, target: str | None, draft: str | None, draft_dtype: str, weight_bytes: float | None
-) -> Load:
-    """Shapes of the pair: registered geometry where it applies, else the model's own configuration."""
+def pair_shapes(
+    pair: str | None, target: str | None, draft: str | None, weight_bytes: float | None
+) -> tuple[ModelShape, ModelShape | None]:
+    """Shapes of target and draft (None where it is no model): registered, else from the model's own configuration."""
     if weight_bytes is not None and not weight_bytes > 0:
         raise SpecqError(f"--weight-bytes {weight_bytes} must be above 0")
     named = None if target and (draft or pair is None) else pairs.find(pair or "tiny", None, None)
     main = shape_of_source(_source(target)) if target else _registered(named.target)
-    second = shape_of_source(_source(draft)) if draft else _registered(named.draft) if named else None
-    return Load(with_weight_bytes(main, weight_bytes), second, get_format(draft_dtype).name)
+    main = with_weight_bytes(main, weight_bytes)
+    side = draft or (named.draft.source if named else pairs.NGRAM)
+    if side in (pairs.SELF, pairs.NGRAM):
+        return main, main if side == pairs.SELF else None
+    return main, shape_of_source(_source(draft)) if draft else _registered(named.draft)
 
 
 def _source(given: str) -> str:

@@ -190,6 +190,29 @@ def capacity(
 
 
 @app.command()
+def cost(
+    timings: Annotated[Path, typer.Argument(help="Measured step times (JSON), or a validation.json.")],
+    gpus: Annotated[str, typer.Option(help="What they were measured on: h200, 8xh100, MINE.toml.")],
+    pair: Annotated[str | None, typer.Option(help="Registered pair; `specq pairs` lists them.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Target model: directory (config.json suffices) or hub id.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model: directory, hub id, or self.")] = None,
+    weight_bytes: Annotated[
+        float | None, typer.Option(help="Bytes per target weight; default: configuration, 2.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File NAME.toml for --cost roofline:NAME.toml.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Calibrate the roofline on measured step times: efficiency factors, and the roofline beside every timing."""
+    from specq.cost_command import cost_command
+
+    cost_command(
+        timings, gpus=gpus, pair=pair, target=target, draft=draft, weight_bytes=weight_bytes, out=out, as_json=as_json
+    )
+
+
+@app.command()
 def validate(
     study_dir: Annotated[Path, typer.Argument(help="Directory of a finished study.")],
     dtype: Annotated[list[str] | None, typer.Option(help="KV format; repeat. Default: BF16 and the study's.")] = None,

@@ -14,6 +14,7 @@ from specq.errors import SpecqError
 from specq.kv import KVFormat, get_format
 from specq.ngram import NgramLookup
 from specq.outliers import Outlier
+from specq.pairs import SELF
 from specq.rules import Transform
 from specq.shape import ModelShape
 from specq.tune import (
@@ -228,7 +229,7 @@ def _fits(facts: StudyFacts, fmt: KVFormat) -> tuple[int, int] | None:
     """(sequences of the first context that fit in the format, in BF16); None without a server."""
     if facts.server is None:
         return None
-    load = Load(facts.target_shape, facts.draft_shape)
+    load = Load(facts.target_shape, facts.draft_shape, shared=facts.config.draft == SELF)
     return tuple(load.sequences(f, facts.config.context[0], facts.server) for f in (fmt, get_format("bf16")))
 
 

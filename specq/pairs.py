@@ -22,7 +22,10 @@ DEFAULT_PROMPTS = STUDIES / "tiny_pair" / "heldout.jsonl.xz"
 
 @dataclass(frozen=True)
 class Shape:
-    """What a registered model looks like, for sizes before a download."""
+    """What a registered model looks like, for sizes before a download.
+
+    window, full_every: the tokens that sliding layers keep, and that every n-th layer is full; None without such layers.
+    """
 
     layers: int
     hidden: int
@@ -34,6 +37,16 @@ class Shape:
     tied: bool
     model_type: str = "llama"
     positions: int | None = None
+    window: int | None = None
+    full_every: int | None = None
+
+    @property
+    def layer_windows(self) -> tuple[tuple[int | None, int], ...]:
+        """(window, number) pairs of layers; window None is full attention."""
+        if self.window is None:
+            return ((None, self.layers),)
+        full = self.layers // self.full_every
+        return ((self.window, self.layers - full), (None, full))
 
     @property
     def parameters(self) -> int:
@@ -42,10 +55,10 @@ class Shape:
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.layers * layer + self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V per token in BF16."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * 2
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes of K and V of one sequence in BF16."""
+        kept = sum(n * min(tokens, window or tokens) for window, n in self.layer_windows)
+        return 2 * kept * self.kv_heads * self.head_dim * 2
 
 
 @dataclass(frozen=True)
@@ -183,7 +196,7 @@ def needs(pair: Pair) -> str:
         total += size
         lines.append(
             f"  {role}: {side.source}: {side.shape.parameters / 1e9:.2f} B parameters, {size / 1e9:.1f} GB on disk and in"
-            f" GPU memory (BF16), plus {side.shape.kv_bytes_per_token * 32768 / 1e9:.2f} GB of BF16 KV cache per"
+            f" GPU memory (BF16), plus {side.shape.kv_bytes(32768) / 1e9:.2f} GB of BF16 KV cache per"
             " 32,768-token sequence"
         )
     if total:

@@ -96,11 +96,10 @@ class ModelShape:
 
     @classmethod
     def of_registered(cls, shape: "pairs.Shape") -> "ModelShape":
-        """From the registry's geometry: a dense model of full attention."""
+        """From the registry's geometry: a dense model."""
         table = 0 if shape.tied else shape.vocab * shape.hidden
-        layers = ((None, shape.layers),)
         sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.hidden, shape.vocab)
-        return cls(shape.parameters, layers, *sizes, table, max_positions=shape.positions)
+        return cls(shape.parameters, shape.layer_windows, *sizes, table, max_positions=shape.positions)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelShape":

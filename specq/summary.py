@@ -15,7 +15,7 @@ import numpy as np
 
 from specq import __version__
 from specq.analysis import BASE, NULL, Analysis, summarise
-from specq.conclude import Conclusion
+from specq.conclude import decision_block
 from specq.config import DRAWS, RunConfig
 from specq.coupling import shared_tokens, widening
 from specq.kv import get_format
@@ -23,7 +23,6 @@ from specq.models import LoadedModel
 from specq.prompts import Prompt, PromptReport
 from specq.rules import Rule
 from specq.stats import significant
-from specq.tune import Curve, quantile_interval, tokens_ratio
 
 if TYPE_CHECKING:
     from specq.study import Study
@@ -151,45 +150,6 @@ def _shifts(a: Analysis) -> dict:
                 "significant": significant(shift, beyond),
             }
     return out
-
-
-def decision_block(found: Conclusion) -> dict:
-    """What was decided for one format, with all that the plots and tables of it need; the decided point comes first."""
-    d = found.decision
-    points = sorted(d.curves, key=lambda p: p != d.at)
-    return {
-        "sentence": d.sentence,
-        "action": d.action,
-        "recommended": d.recommended,
-        "recommended_for_baseline": d.baseline_recommended,
-        "at": d.at,
-        "at_bf16": d.base_at,
-        "share_of_draws_choosing_k": {str(k): share for k, share in d.gain.choice_shares.items()},
-        "curves": [_curve(d.curves[p], d.base_curves[p]) | {"break_even": asdict(d.break_even[p])} for p in points],
-        "groups": [asdict(g) for g in found.groups],
-        "capacity": asdict(d.capacity) if d.capacity else None,
-        "sensitivity": d.sensitivity,
-    }
-
-
-def _curve(curve: Curve, base: Curve) -> dict:
-    """Speedup over plain decoding at the same format for K = 0..k_max, the format's and BF16's, at one point."""
-    ks = range(len(curve.point))
-    over, over_draws = tokens_ratio(curve, base, curve.best, base.best)
-    return {
-        "batch": curve.at.batch,
-        "context": curve.at.context,
-        "recommended": curve.best,
-        "recommended_bf16": base.best,
-        "over_bf16": over,
-        "over_bf16_ci95": quantile_interval(over_draws),
-        "speedup": curve.point.tolist(),
-        "speedup_ci95": [curve.interval(k) for k in ks],
-        "speedup_bf16": base.point.tolist(),
-        "speedup_bf16_ci95": [base.interval(k) for k in ks],
-        "cycle_seconds": curve.times.tolist(),
-        "cycle_seconds_bf16": base.times.tolist(),
-    }
 
 
 def describe(name: str, model: LoadedModel, config: RunConfig) -> dict:

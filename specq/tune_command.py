@@ -10,8 +10,10 @@ from rich.table import Table
 
 from specq import files
 from specq.command import answer_table
-from specq.conclude import Conclusion, conclude
-from specq.cost import CostModel
+from specq.conclude import Conclusion, conclude, decision_block
+from specq.cost import CostModel, FreeDraft
+from specq.cost.roofline import Roofline
+from specq.cost_command import show
 from specq.decision import Decision, StudyFacts
 from specq.errors import SpecqError
 from specq.finished import Finished, load, reconfigured
@@ -44,6 +46,9 @@ def tune_command(folder: Path, changes: Mapping[str, Any], mix: str | None, out:
         with files.whole_directory(out, overwrite=False) as partial:
             write(partial, finished, facts, cost, found)
     console = Console(highlight=False)
+    steps = cost.cost if isinstance(cost, FreeDraft) else cost
+    if isinstance(steps, Roofline) and steps.calibration:
+        show(console, steps.calibration)
     for name, conclusion in found.items():
         console.rule(escape(f"{facts.pair}: {name} against BF16"), align="left")
         console.print(answer_table(conclusion.recommendation))
@@ -105,7 +110,7 @@ def group_table(groups: list[GroupChoice]) -> Table:
         table.add_column(heading, justify="right")
     for g in groups:
         low, high = g.loss_ci95
-        lost = f"{100 * g.loss:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+        lost = f"{round(100 * g.loss, 1) + 0.0:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
         table.add_row(escape(g.name), str(g.documents), f"{g.mu_bf16:.3f}", f"{g.mu:.3f}", str(g.best), lost)
     return table
 
@@ -113,7 +118,6 @@ def group_table(groups: list[GroupChoice]) -> Table:
 def write(out: Path, finished: Finished, facts: StudyFacts, cost: CostModel, found: Mapping[str, Conclusion]) -> None:
     """Each format's recommendation.json, decision.json and the plots of the decision into `out`/<format>/."""
     from specq.report.decision_plots import write_decision_plots
-    from specq.summary import decision_block
 
     for name, conclusion in found.items():
         sub = out / finished.study["directories"][name]

@@ -90,6 +90,7 @@ def config_of_side(side: Any) -> Any:  # noqa: ANN401
             f"--random-weights: the shape of {side.source} is not registered; give a directory with config.json"
         )
     shape = side.shape
+    windows = {} if shape.window is None else {"sliding_window": shape.window}
     return AutoConfig.for_model(
         shape.model_type,
         num_hidden_layers=shape.layers,
@@ -101,4 +102,5 @@ def config_of_side(side: Any) -> Any:  # noqa: ANN401
         vocab_size=shape.vocab,
         tie_word_embeddings=shape.tied,
         max_position_embeddings=131072,
+        **windows,
     )

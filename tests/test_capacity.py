@@ -109,6 +109,34 @@ def test_a_draft_that_does_not_divide_sits_on_one_gpu():
     assert sum(load.sequence_bytes(BF16, 10, 8)) == sum(LLAMA_70B.kv_bytes(BF16, 10, 8)) + sum(draft.kv_bytes(BF16, 10))
 
 
+def test_a_draft_that_is_the_target_lies_in_memory_once():
+    """--draft self: two caches, one set of weights; --draft ngram and the pair that registers it: no draft at all."""
+    load = Load(LLAMA_70B, LLAMA_70B, shared=True)
+    assert load.weights_bytes(8) == LLAMA_70B.resident_bytes / 8
+    assert sum(load.sequence_bytes(FP8, 10, 8)) == sum(LLAMA_70B.kv_bytes(FP8, 10, 8)) + sum(
+        LLAMA_70B.kv_bytes(BF16, 10, 8)
+    )
+    shown = {
+        args: json.loads(run("capacity", "--pair", *args, "--json").stdout)
+        for args in (("llama70b-1b", "--draft", "self", "--gpus", "8xh100"), ("gemma270m-ngram", "--gpus", "h100"))
+    }
+    own, lookup = shown.values()
+    assert own["server"]["weights_bytes"] == LLAMA_70B.resident_bytes and own["draft"] == own["target"]
+    assert lookup["draft"] is None and lookup["formats"][0]["fit"] > 0
+
+
+def test_a_registered_model_keeps_its_windows():
+    """Gemma 3 270M: 15 of 18 layers keep 512 tokens; 32,768 of them take 2 x (3 x 32768 + 15 x 512) x 256 x 2 bytes."""
+    shape = pairs.find("gemma270m-ngram", None, None).target.shape
+    kept = 3 * 32768 + 15 * 512
+    assert ModelShape.of_registered(shape).kept(32768) == kept
+    assert sum(ModelShape.of_registered(shape).kv_bytes(BF16, 32768)) == shape.kv_bytes(32768) == 2 * kept * 256 * 2
+    from specq.weights import config_of_side
+
+    built = attention_layers(config_of_side(pairs.find("gemma270m-ngram", None, None).target))
+    assert dict(built) == dict(shape.layer_windows)
+
+
 def test_weights_that_do_not_fit_are_said():
     """A 70B model on one H100: nothing fits, and the reason is the weights."""
     found = report(Load(LLAMA_70B), FORMATS, 1024, Server("h100", 1, 80), 4)

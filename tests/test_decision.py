@@ -134,6 +134,28 @@ def _at():
     return Operating(1, 1024, "bf16", "bf16")
 
 
+def test_the_break_even_plot_shows_what_is_decided_by():
+    """Filled points: emitted and cycle-time ratio each at its best K, whose quotient is the speed of the decision; hollow ones,
+    at the K in use now, only where that is not the best K of both."""
+    from specq.conclude import _curve
+    from specq.report.decision_plots import at_best, at_current
+
+    found = study([0.9] * 3, [0.6] * 3)
+    for current in (8, 3):
+        made = decide(facts(current_k=current), found, FP8, table(0.1))
+        mine, base = made.curve, made.base_curve
+        assert mine.best != base.best
+        block = _curve(mine, base) | {"break_even": vars(made.break_even[made.at])}
+        cycle, more = at_best(block)
+        assert more / cycle == pytest.approx(made.pay)
+        assert cycle == pytest.approx(mine.times[mine.best] / base.times[base.best])
+        assert more == pytest.approx(emitted(0.6, mine.best) / emitted(0.9, base.best), rel=5e-3)
+        now = at_current(block)
+        assert now == (made.break_even[made.at].cycle_ratio, made.break_even[made.at].emitted_ratio)
+    same = {"recommended": 3, "recommended_bf16": 3, "break_even": {"k": 3}}
+    assert at_current(same) is None
+
+
 def test_not_retuning_costs_what_the_curves_say():
     """A format whose acceptance falls wants a smaller K: keeping BF16's loses 1 - s(K_old) / s(K_new), with an interval."""
     rng = np.random.default_rng(0)

@@ -12,7 +12,8 @@ class Efficiency:
     """What real kernels make of the data sheet's rates: shares of them, and times that no rate shows.
 
     layer_seconds: launch and synchronisation per layer that nothing hides. reduce_seconds: latency of one all-reduce.
-    `source` says whether these were assumed, given or calibrated.
+    step_seconds: what a step takes whatever the model (sampling, scheduling). `source` says whether these were assumed,
+    given or calibrated.
     """
 
     bandwidth: float = 0.80
@@ -20,6 +21,7 @@ class Efficiency:
     link: float = 0.60
     layer_seconds: float = 10e-6
     reduce_seconds: float = 10e-6
+    step_seconds: float = 0.0
     source: str = "assumed, not measured"
 
 

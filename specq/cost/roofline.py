@@ -2,7 +2,8 @@
 
 On each of n tensor-parallel GPUs
 
-    time = max(bytes / (bandwidth * eff_b), operations / (matrix rate * eff_m)) + layers * layer_seconds + communication
+    time = max(bytes / (bandwidth * eff_b), operations / (matrix rate * eff_m))
+           + layers * layer_seconds + step_seconds + communication
 
 bytes: the weights a step reads, 1/n of them (the embedding table only where it is also the LM head; of routed experts
 the expected share that the step's tokens touch), and what every row's cache keeps in the format's bytes, scales
@@ -10,41 +11,67 @@ included, windows capped, KV heads replicated where there are fewer than GPUs. o
 token, and 4 * heads * head_dim per kept token, layer and new token for attention, 1/n of them. communication: two ring
 all-reduces of the hidden state per layer, 2 (n - 1) / n of its bytes over the link each, and one gather of the logits.
 Williams et al. 2009 (roofline); Shoeybi et al. 2019, arXiv:1909.08053 (two all-reduces per layer). A draft whose heads
-do not divide by n runs on one GPU.
+do not divide by n runs on one GPU. `specq.cost.calibration` fits the factors to timings.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specq.cost.base import Kind
 from specq.cost.gpus import Efficiency, Gpu
-from specq.cost.table import Timing
 from specq.errors import SpecqError
 from specq.kv import get_format
 from specq.shape import ModelShape
 
+if TYPE_CHECKING:
+    from specq.cost.calibration import Calibration
+
 ACTIVATION_BYTES = 2
-PRIOR = 0.05  # pull of calibration towards the assumed factors, for those that the timings do not determine
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a step (or an array of steps) is made of: seconds at the data sheet's full rates, and counts."""
+
+    memory: float | np.ndarray
+    matrix: float | np.ndarray
+    link: float | np.ndarray
+    layers: int | np.ndarray
+    reduces: int | np.ndarray
+
+    def seconds(self, e: Efficiency) -> float | np.ndarray:
+        """Seconds under efficiency factors."""
+        work = np.maximum(self.memory / e.bandwidth, self.matrix / e.matrix)
+        waits = self.layers * e.layer_seconds + self.reduces * e.reduce_seconds + e.step_seconds
+        return work + self.link / e.link + waits
 
 
 class Roofline:
-    """The cost model `roofline:NxGPU`."""
+    """The cost model `roofline:NxGPU`; with a `calibration`, by the factors that it found."""
 
-    fixed = 0.0
-
-    def __init__(self, gpu: Gpu, target: ModelShape, draft: ModelShape, gpus: int = 1) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        target: ModelShape,
+        draft: ModelShape,
+        gpus: int = 1,
+        calibration: "Calibration | None" = None,
+        fixed: float = 0.0,
+    ) -> None:
         """Raises SpecqError when the target's heads cannot be divided over `gpus`."""
         if not target.splits(gpus):
             raise SpecqError(
                 f"{target.heads} heads with {target.kv_heads} KV heads cannot be divided over {gpus} tensor-parallel GPUs"
             )
-        self.gpu, self.gpus, self.efficiency = gpu, gpus, gpu.efficiency
+        self.gpu, self.gpus, self.calibration, self.fixed = gpu, gpus, calibration, fixed
+        self.efficiency = calibration.efficiency if calibration else gpu.efficiency
         self.shapes = {"target": target, "draft": draft}
         self.over = {"target": gpus, "draft": gpus if draft.splits(gpus) else 1}
-        self.source = f"roofline:{f'{gpus}x' if gpus > 1 else ''}{gpu.name}"
-        self.calibration: dict = {}
+        self.source = (
+            f"roofline:{f'{gpus}x' if gpus > 1 else ''}{gpu.name}{f'@{calibration.file}' if calibration else ''}"
+        )
 
     @property
     def details(self) -> dict:
@@ -62,59 +89,27 @@ class Roofline:
             "link_gb_per_s": self.gpu.link,
             "efficiency": asdict(self.efficiency),
             "note": f"{kind} {self.efficiency.source}; {many}{alone}",
-        } | ({"calibration": self.calibration} if self.calibration else {})
+        } | ({"calibration": self.calibration.as_dict()} if self.calibration else {})
 
     def step_time(self, kind: Kind, batch: int, context: int, new_tokens: int, kv_format: str) -> float:
         """Seconds; see the module docstring for the formula."""
-        return self._seconds(self.efficiency, kind, batch, context, new_tokens, kv_format)
+        return float(self.terms(kind, batch, context, new_tokens, kv_format).seconds(self.efficiency))
 
     def step_time_draws(self, kind: Kind, batch: int, context: int, new_tokens: int, kv_format: str) -> np.ndarray:
         """A formula has no measurement noise: one value."""
         return np.array([self.step_time(kind, batch, context, new_tokens, kv_format)])
 
-    def _seconds(self, e: Efficiency, kind: Kind, batch: int, context: int, new_tokens: int, kv_format: str) -> float:
+    def terms(self, kind: Kind, batch: int, context: int, new_tokens: int, kv_format: str) -> Terms:
+        """The parts of one step's time, before efficiencies."""
         s, n, tokens = self.shapes[kind], self.over[kind], batch * new_tokens
         kept = sum(s.kv_bytes(get_format(kv_format), context + new_tokens, n))
         moved = s.read_weights(tokens) * s.weight_bytes / n + batch * kept
         attention = 4 * s.heads * (s.latent or s.head_dim) * s.kept(context + new_tokens)
         work = tokens * (2 * s.active_weights + attention) / n
-        by_memory = moved / (self.gpu.bandwidth * 1e9 * e.bandwidth)
-        by_matrix = work / (self.gpu.bf16 * 1e12 * e.matrix)
-        return max(by_memory, by_matrix) + s.depth * e.layer_seconds + self._communication(e, s, n, tokens)
-
-    def _communication(self, e: Efficiency, s: ModelShape, n: int, tokens: int) -> float:
-        if n == 1:
-            return 0.0
-        share, rate = (n - 1) / n, self.gpu.link * 1e9 * e.link
-        reduce = 2 * share * tokens * s.hidden * ACTIVATION_BYTES / rate + e.reduce_seconds
-        return 2 * s.depth * reduce + share * tokens * s.vocab * ACTIVATION_BYTES / rate + e.reduce_seconds
-
-    def calibrated(self, records: Sequence[Timing], name: str) -> "Roofline":
-        """The same accelerator with efficiency factors fitted to timings of this very pair (least squares of logs).
-
-        Factors that the timings do not determine stay near the assumed ones; `details` tells the error that is left.
-        """
-        from scipy.optimize import least_squares
-
-        names = ["bandwidth", "matrix", "layer_seconds", *(["link", "reduce_seconds"] if self.gpus > 1 else [])]
-        start = np.array([np.log(max(getattr(self.efficiency, x), 1e-9)) for x in names])
-        wanted = np.log([r.seconds for r in records])
-        cases = [(r.kind, r.batch, r.context, r.new_tokens, r.kv_format) for r in records]
-
-        def error(logs: np.ndarray) -> np.ndarray:
-            e = replace(self.efficiency, **dict(zip(names, np.exp(logs), strict=True)))
-            return np.log([self._seconds(e, *case) for case in cases]) - wanted
-
-        fitted = least_squares(lambda x: np.concatenate([error(x), PRIOR * (x - start)]), start, x_scale=0.3)
-        left = error(fitted.x)
-        values = {x: float(v) for x, v in zip(names, np.exp(fitted.x), strict=True)}
-        stated = replace(self.efficiency, **values, source=f"calibrated on {name}")
-        other = Roofline(replace(self.gpu, efficiency=stated), *self.shapes.values(), self.gpus)
-        other.source = f"{self.source}@{name}"
-        other.calibration = {
-            "file": name,
-            "records": len(records),
-            "relative_error_rms": float(np.sqrt((left**2).mean())),
-            "relative_error_largest": float(np.abs(left).max()),
-        }
-        return other
+        sent, reduces = 0.0, 0
+        if n > 1:
+            share, reduces = (n - 1) / n, 2 * s.depth + 1
+            sent = share * tokens * ACTIVATION_BYTES * (2 * s.depth * 2 * s.hidden + s.vocab)
+        gpu = self.gpu
+        rates = moved / (gpu.bandwidth * 1e9), work / (gpu.bf16 * 1e12), sent / (gpu.link * 1e9)
+        return Terms(*rates, s.depth, reduces)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from specq.capacity import Server
 from specq.cost.base import CostModel
+from specq.cost.calibration import fit
 from specq.cost.gpus import Gpu, get_gpu, split_gpus
 from specq.cost.roofline import Roofline
 from specq.cost.table import TableCost, Timing, read_records, read_timings
@@ -57,11 +58,11 @@ def build(spec: CostSpec, target: ModelShape, draft: ModelShape) -> CostModel:
         return read_timings(spec.timings)
     if spec.kind != "roofline":
         raise ValueError("measured step times cannot be built without models")
-    cost = Roofline(spec.gpu, target, draft, spec.gpus)
-    if spec.timings:
-        records, _ = read_records(spec.timings)
-        cost = cost.calibrated(records, Path(spec.timings).name)
-    return cost
+    if not spec.timings:
+        return Roofline(spec.gpu, target, draft, spec.gpus)
+    records, fixed = read_records(spec.timings)
+    found = fit(records, {"target": target, "draft": draft}, spec.gpu, spec.gpus, Path(spec.timings).name)
+    return Roofline(spec.gpu, target, draft, spec.gpus, found, fixed)
 
 
 def from_study(cost: dict) -> TableCost:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MARKERS = "osD^vP*X"
+DECIDED = {"markersize": 9, "markeredgecolor": BLACK, "markeredgewidth": 1.6}
 
 
 def write_decision_plots(folder: Path, block: dict, recommendation: dict) -> dict[str, Path]:
@@ -49,15 +50,21 @@ def draw_all(folder: Path, draws: "dict[str, Callable[[Figure], str]]") -> dict[
 
 
 def draw_break_even(figure: "Figure", block: dict, recommendation: dict) -> str:
-    """Emitted ratio against cycle-time ratio, format over BF16 at one K: above the line the format is faster."""
+    """Emitted ratio against cycle-time ratio, format over BF16: above the line the format is faster.
+
+    Filled: each at its best K, which is what is decided by. Hollow: both at the K in use now, where that is another.
+    """
     from matplotlib import colormaps
 
-    figure.set_figheight(4.6)
+    figure.set_figheight(4.8)
     axes = figure.subplots()
     curves, name = block["curves"], recommendation["target_kv_dtype"]
     batches, contexts = (sorted({c[key] for c in curves}) for key in ("batch", "context"))
     shades = colormaps["viridis"](np.linspace(0.0, 0.85, len(batches)))
-    low, high = _limits(curves)
+    k = curves[0]["break_even"]["k"]
+    best, now = [at_best(c) for c in curves], [at_current(c) for c in curves]
+    ends = [x * np.array(c["over_bf16_ci95"], dtype=float) for (x, _), c in zip(best, curves, strict=True)]
+    low, high = _limits(np.concatenate([*best, *ends, *(p for p in now if p)]))
     axes.plot([low, high], [low, high], color=BLACK, lw=1.2, label="break-even: emitted ratio = cycle-time ratio")
     axes.fill_between([low, high], [low, high], high, color=GREEN, alpha=0.10, lw=0)
     axes.fill_between([low, high], low, [low, high], color=ORANGE, alpha=0.10, lw=0)
@@ -65,45 +72,62 @@ def draw_break_even(figure: "Figure", block: dict, recommendation: dict) -> str:
         axes.text(
             x, y, text, transform=axes.transAxes, ha=side, va="top" if side == "left" else "bottom", color="#444444"
         )
-    for curve in curves:
-        at = curve["break_even"]
-        bounds = [b if b is not None else np.nan for b in at["emitted_ci95"]]
-        bars = np.abs(np.array(bounds)[:, None] - at["emitted_ratio"])
-        axes.errorbar(
-            at["cycle_ratio"], at["emitted_ratio"], yerr=bars, color=shades[batches.index(curve["batch"])],
-            marker=MARKERS[contexts.index(curve["context"]) % len(MARKERS)], markersize=7, capsize=2, elinewidth=1.1,
-            ls="none", markeredgecolor="white", markeredgewidth=0.6,
-        )  # fmt: skip
+    for i, curve in reversed(list(enumerate(curves))):  # the point decided for comes first in the list and lies on top
+        shade, marker = shades[batches.index(curve["batch"])], MARKERS[contexts.index(curve["context"]) % len(MARKERS)]
+        if now[i]:
+            axes.plot(*now[i], color=shade, marker=marker, markersize=6, ls="none", markerfacecolor="none")
+        x, y = best[i]
+        look = {"color": shade, "marker": marker, "ls": "none", "capsize": 2, "elinewidth": 1.1}
+        look |= DECIDED if i == 0 else {"markersize": 7, "markeredgecolor": "white", "markeredgewidth": 0.6}
+        axes.errorbar(x, y, yerr=np.abs(ends[i][:, None] - y), **look)
+    grey = {"color": "#555555", "marker": "o", "ls": "none"}
+    axes.plot([], [], **grey, label="filled: each at its best K, 95 % interval")
+    if any(now):
+        axes.plot([], [], **grey, markerfacecolor="none", label=f"hollow: both at K = {k}")
+    if len(curves) > 1:
+        axes.plot([], [], **grey | {"color": "white"} | DECIDED, label="as decided")
     for i, batch in enumerate(batches):
         axes.plot([], [], color=shades[i], lw=5, label=f"batch {batch}")
     for i, context in enumerate(contexts):
-        marker = MARKERS[i % len(MARKERS)]
-        axes.plot([], [], color="#555555", marker=marker, ls="none", label=f"context {context:,}")
+        axes.plot([], [], **grey | {"marker": MARKERS[i % len(MARKERS)]}, label=f"context {context:,}")
     axes.set_xlim(low, high)
     axes.set_ylim(low, high)
-    k = curves[0]["break_even"]["k"]
-    axes.set_xlabel(f"cycle-time ratio, {name} / BF16, at K = {k} (left: cheaper cycles)")
+    axes.set_xlabel(f"cycle-time ratio, {name} / BF16 (left: cheaper cycles)")
     axes.set_ylabel("emitted ratio\n(up: more tokens per cycle)")
-    legend_outside(axes, 4)
-    first = curves[0]["break_even"]
-    parts = f"{_percent(first['emitted_ratio'])} tokens per cycle, {_percent(first['cycle_ratio'])} time per cycle"
-    where = f"batch {curves[0]['batch']}, context {curves[0]['context']:,}"
+    legend_outside(axes, 3)
+    first = curves[0]
+    where = f"batch {first['batch']}, context {first['context']:,}"
+    parts = f"{_percent(best[0][1])} tokens per cycle, {_percent(best[0][0])} time per cycle"
+    mine, base = first["recommended"], first["recommended_bf16"]
+    ks = f"both at K = {mine}" if mine == base else f"K = {mine} against BF16's {base}"
     source = recommendation["cost"]["source"]
-    return f"{name} at K = {k}, {where}: {parts}, {_percent(first['speed'])} speed (cost: {source})"
+    return f"{name} at {where}: {_percent(first['over_bf16'])} speed, {ks}: {parts} (cost: {source})"
+
+
+def at_best(curve: dict) -> tuple[float, float]:
+    """(cycle-time ratio, emitted ratio), the format at its best K over BF16 at its own; speed is the second over the first."""
+    k, base = curve["recommended"], curve["recommended_bf16"]
+    mine, theirs = curve["cycle_seconds"][k], curve["cycle_seconds_bf16"][base]
+    return mine / theirs, curve["over_bf16"] * mine / theirs
+
+
+def at_current(curve: dict) -> tuple[float, float] | None:
+    """The same with both at the K in use now; None where that is the best of both."""
+    found = curve["break_even"]
+    if curve["recommended"] == curve["recommended_bf16"] == found["k"]:
+        return None
+    return found["cycle_ratio"], found["emitted_ratio"]
 
 
 def _percent(ratio: float) -> str:
     return f"{round(100 * (ratio - 1), 1) + 0.0:+.1f}\N{NO-BREAK SPACE}%"
 
 
-def _limits(curves: list[dict]) -> tuple[float, float]:
-    """Equal limits of both axes around 1 and all points with their bars."""
-    values = [1.0]
-    for c in curves:
-        at = c["break_even"]
-        values += [at["cycle_ratio"], at["emitted_ratio"], *(b for b in at["emitted_ci95"] if b is not None)]
-    margin = max(0.15 * (max(values) - min(values)), 0.004)
-    return min(values) - margin, max(values) + margin
+def _limits(values: np.ndarray) -> tuple[float, float]:
+    """Equal limits of both axes around 1 and all values; unknown interval ends do not count."""
+    low, high = min(1.0, np.nanmin(values)), max(1.0, np.nanmax(values))
+    margin = max(0.15 * (high - low), 0.004)
+    return low - margin, high + margin
 
 
 def draw_sensitivity(figure: "Figure", block: dict, recommendation: dict) -> str:

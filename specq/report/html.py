@@ -19,8 +19,9 @@ CAPTIONS = {
     " band, which is what another order of the same BF16 arithmetic does. Triangles: the draft's cache is in the format too.",
     "speedup_vs_k": "Speedup at the batch size and context decided for; bands include the prompts' spread and that of the step"
     " times, where they were measured. Above the line at 1, speculation pays. Lower panels: the format at every batch size.",
-    "break_even": "Tokens per cycle against time per cycle, format over BF16 at one K: above the line the format is faster. All"
-    " points share their height: acceptance does not depend on batch and context here, the cost model moves them sideways.",
+    "break_even": "Tokens per cycle against time per cycle, format over BF16: above the line the format is faster. Filled"
+    " points have each format at its best K, as the decision has; hollow ones both at the K in use now, all at one height:"
+    " acceptance does not depend on batch and context here.",
     "sensitivity": "What would turn the decision: the format's acceptance rates moved (left), the draft's step times multiplied"
     " (middle), other batch sizes (right). Top: tokens per second over BF16, each at its best K; bottom: that K.",
     "ratio_histogram": "Left: the probability with which each drafted token is accepted; what is exactly 1 stands apart"

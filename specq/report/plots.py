@@ -155,15 +155,16 @@ def _speedup_band(axes: "Axes", curve: dict, key: str, style: dict, label: str) 
 
 
 def _other_points(panels: "list[Axes]", view: FormatView, contexts: list[int]) -> None:
-    """One panel per context, one line per batch, a dot at each batch's recommended K."""
+    """One panel per context, one line per batch (thinner on top, so that equal ones both show), a dot at each one's K."""
     from matplotlib import colormaps
 
     batches = sorted({c["batch"] for c in view.curves})
     shades = colormaps["viridis"](np.linspace(0.05, 0.85, len(batches)))
     for axes, context in zip(panels, contexts, strict=True):
         for curve in (c for c in view.curves if c["context"] == context):
-            at, shade = curve["recommended"], shades[batches.index(curve["batch"])]
-            axes.plot(curve["speedup"], color=shade, lw=1.1, label=f"batch {curve['batch']}")
+            at, order = curve["recommended"], batches.index(curve["batch"])
+            shade, width = shades[order], 1.2 + 3.0 * (1 - (order + 1) / len(batches))
+            axes.plot(curve["speedup"], color=shade, lw=width, zorder=2 + order / 100, label=f"batch {curve['batch']}")
             axes.plot(at, curve["speedup"][at], color=shade, marker="o", markersize=5, ls="none")
         axes.axhline(1, color=BLACK, lw=0.8)
         axes.set_title(f"{view.label}, context {context}", loc="left", fontsize=9)

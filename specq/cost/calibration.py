@@ -1,0 +1,165 @@
+"""Efficiency factors of a roofline from measured step times, and how far the roofline stays from them.
+
+    specq cost timings.json --pair llama8b-1b --gpus h200 --out my-h200.toml
+
+`fit` finds the factors of `specq.cost.gpus.Efficiency` by least squares of log(roofline / measured), every timing alike.
+Rates enter as logarithms, times as square roots, so that none becomes negative and a time may be 0. A weak pull towards the
+factors assumed so far decides those that the timings say nothing about; which ones is told. A roofline's error is of its
+form and no noise, so no interval is given: the residuals are.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specq.cost.gpus import Efficiency, Gpu
+from specq.cost.roofline import Roofline, Terms
+from specq.cost.table import Timing
+from specq.errors import SpecqError
+from specq.shape import ModelShape
+
+if TYPE_CHECKING:
+    from scipy.optimize import OptimizeResult
+
+PULL = 0.01  # residual of one unit of distance from the assumed factors: of a rate e-fold, of a time see SCALE
+SCALE = {"layer_seconds": 10e-6, "step_seconds": 100e-6, "reduce_seconds": 10e-6}
+STARTS = ((0.8,), (0.6, 0.15), (1.0, 5.0))  # bandwidth; matrix; square roots of all times in SCALE
+OWN = 0.5  # a factor is the timings' own where they give more than this share of what is known about it
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Fitted factors, what they rest on, and the roofline beside every timing.
+
+    fitted: the names of the factors that were free. share: how much of each comes from the timings, 0..1, the rest being
+    the pull to what was assumed. seconds: the calibrated roofline's for every timing.
+    """
+
+    file: str
+    assumed: Efficiency
+    efficiency: Efficiency
+    share: dict[str, float]
+    timings: tuple[Timing, ...]
+    seconds: np.ndarray
+
+    @property
+    def residuals(self) -> np.ndarray:
+        """log(roofline / measured) of every timing."""
+        return np.log(self.seconds / np.array([t.seconds for t in self.timings]))
+
+    @property
+    def undetermined(self) -> list[str]:
+        """Factors that the timings say little about: they stay near what was assumed."""
+        return [name for name, share in self.share.items() if share < OWN]
+
+    @property
+    def impossible(self) -> list[str]:
+        """Rates found above the data sheet's: timings of another GPU or model, or of one that a cache holds."""
+        return [n for n in self.share if n not in SCALE and getattr(self.efficiency, n) > 1]
+
+    def groups(self) -> list[dict]:
+        """Per kind and format: records, the middle roofline/measured, the error's root mean square, and the worst case."""
+        keys = dict.fromkeys((t.kind, t.kv_format) for t in self.timings)
+        return [self._group(*key) for key in keys]
+
+    def _group(self, kind: str, kv_format: str) -> dict:
+        mine = np.array([(t.kind, t.kv_format) == (kind, kv_format) for t in self.timings])
+        errors = np.where(mine, self.residuals, 0.0)
+        worst = int(np.abs(errors).argmax())
+        return {
+            "kind": kind,
+            "kv_format": kv_format,
+            "records": int(mine.sum()),
+            "roofline_over_measured": float(np.exp(np.median(errors[mine]))),
+            "relative_error_rms": _rms(errors[mine]),
+            "worst": self.row(worst),
+        }
+
+    def row(self, i: int) -> dict:
+        """One timing beside the roofline."""
+        t = self.timings[i]
+        case = t.model_dump(include={"kind", "batch", "context", "new_tokens", "kv_format", "seconds"})
+        return case | {"roofline": float(self.seconds[i]), "roofline_over_measured": float(self.seconds[i] / t.seconds)}
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        return {
+            "file": self.file,
+            "records": len(self.timings),
+            "relative_error_rms": _rms(self.residuals),
+            "relative_error_largest": float(np.abs(self.residuals).max()),
+            "undetermined": self.undetermined,
+            "share_from_timings": self.share,
+            "groups": self.groups(),
+        }
+
+
+def _rms(errors: np.ndarray) -> float:
+    return float(np.sqrt((errors**2).mean()))
+
+
+def fit(
+    timings: Sequence[Timing], shapes: Mapping[str, ModelShape], gpu: Gpu, gpus: int = 1, file: str = "timings"
+) -> Calibration:
+    """Efficiency factors of `gpus` x `gpu` from timings of the models of `shapes` ("target" and, where timed, "draft").
+
+    Raises SpecqError for timings of a kind without a shape, and for formats that the models cannot have.
+    """
+    from scipy.optimize import least_squares
+
+    if missing := sorted({t.kind for t in timings} - shapes.keys()):
+        raise SpecqError(f"{file} holds timings of a {missing[0]}, whose shape is not given")
+    names = ["bandwidth", "matrix", "layer_seconds", "step_seconds"]
+    if gpus > 1:
+        names += ["link", "reduce_seconds"]
+    roofline = Roofline(gpu, shapes["target"], shapes.get("draft", shapes["target"]), gpus)
+    terms = _together(roofline.terms(t.kind, t.batch, t.context, t.new_tokens, t.kv_format) for t in timings)
+    measured = np.log([t.seconds for t in timings])
+    middle = _coordinates(gpu.efficiency, names)
+
+    def error(x: np.ndarray) -> np.ndarray:
+        return np.log(terms.seconds(_efficiency(gpu.efficiency, names, x))) - measured
+
+    def cost(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([error(x), PULL * (x - middle)])
+
+    def solve(bandwidth: float, matrix: float, waits: float) -> "OptimizeResult":
+        rates = {"bandwidth": bandwidth, "matrix": matrix, "link": gpu.efficiency.link}
+        return least_squares(cost, [np.log(rates[n]) if n in rates else waits for n in names], x_scale=0.3)
+
+    # the larger of two bounds makes several valleys
+    best = min((solve(*start) for start in product(*STARTS)), key=lambda result: result.cost)
+    found = replace(_efficiency(gpu.efficiency, names, best.x), source=f"calibrated on {file}")
+    seconds = terms.seconds(found)
+    share = _shares(best.jac[: len(timings)], names, best.x, terms, seconds)
+    return Calibration(file, gpu.efficiency, found, share, tuple(timings), seconds)
+
+
+def _shares(
+    jac: np.ndarray, names: Sequence[str], x: np.ndarray, terms: Terms, seconds: np.ndarray
+) -> dict[str, float]:
+    """How much of each factor the timings determine: 1 - (spread with them / spread of the pull alone)^2."""
+    counts = {"layer_seconds": terms.layers, "step_seconds": 1.0, "reduce_seconds": terms.reduces}
+    slopes = jac.copy()
+    for i, n in enumerate(names):
+        if n in SCALE:  # a square root is flat at 0; half a unit away it is not
+            slopes[:, i] = counts[n] * 2 * max(x[i], 0.5) * SCALE[n] / seconds
+    known = np.linalg.inv(slopes.T @ slopes + PULL**2 * np.eye(len(names)))
+    return {n: float(1 - PULL**2 * v) for n, v in zip(names, np.diag(known), strict=True)}
+
+
+def _coordinates(e: Efficiency, names: Sequence[str]) -> np.ndarray:
+    return np.array([np.sqrt(getattr(e, n) / SCALE[n]) if n in SCALE else np.log(getattr(e, n)) for n in names])
+
+
+def _efficiency(e: Efficiency, names: Sequence[str], x: np.ndarray) -> Efficiency:
+    values = {n: float(SCALE[n] * v**2 if n in SCALE else np.exp(v)) for n, v in zip(names, x, strict=True)}
+    return replace(e, **values)
+
+
+def _together(parts: Iterable[Terms]) -> Terms:
+    rows = np.array([(t.memory, t.matrix, t.link, t.layers, t.reduces) for t in parts])
+    return Terms(*rows.T)

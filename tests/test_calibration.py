@@ -1,0 +1,162 @@
+"""Calibration of the roofline: what made the timings is found again, what they do not determine is said."""
+
+import json
+import tomllib
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from test_cli import run
+
+from specq import pairs
+from specq.cost.calibration import fit
+from specq.cost.gpus import Efficiency, get_gpu
+from specq.cost.roofline import Roofline
+from specq.cost.spec import build, parse_cost
+from specq.cost.table import Timing
+from specq.errors import SpecqError
+from specq.shape import ModelShape
+
+PAIR = pairs.find("llama8b-1b", None, None)
+SHAPES = {side: ModelShape.of_registered(getattr(PAIR, side).shape) for side in ("target", "draft")}
+H200 = get_gpu("h200")
+TRUTH = Efficiency(0.71, 0.42, 0.33, 17e-6, 23e-6, 400e-6, "truth")
+CASES = [
+    ("target", b, c, n, f) for b in (1, 64) for c in (512, 16384) for n in (1, 4, 16) for f in ("bf16", "fp8_e4m3")
+]
+CASES += [("draft", b, c, 1, "bf16") for b in (1, 64) for c in (512, 16384)]
+
+
+def timings(truth=TRUTH, gpus=1, cases=CASES, noise=0.0, seed=0):
+    """Step times that a GPU of these efficiencies takes, with relative noise."""
+    made = Roofline(replace(H200, efficiency=truth), *SHAPES.values(), gpus)
+    rng = np.random.default_rng(seed)
+    out = []
+    for kind, batch, context, new, fmt in cases:
+        seconds = made.step_time(kind, batch, context, new, fmt) * float(np.exp(noise * rng.standard_normal()))
+        at = {"kind": kind, "batch": batch, "context": context, "new_tokens": new, "kv_format": fmt}
+        out.append(Timing(**at, seconds=seconds))
+    return out
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        TRUTH,
+        replace(TRUTH, step_seconds=0.0),
+        replace(TRUTH, matrix=0.08, layer_seconds=300e-6),  # far from what is assumed: a GPU driven by eager Python
+        replace(TRUTH, layer_seconds=0.0, step_seconds=2e-3),
+    ],
+)
+def test_timings_give_back_what_made_them(truth):
+    """Exact timings of known factors: rates within 1 %, times within 5 % of the largest of them, residuals under 0.3 %."""
+    found = fit(timings(truth), SHAPES, H200)
+    got = found.efficiency
+    assert (got.bandwidth, got.matrix) == pytest.approx((truth.bandwidth, truth.matrix), rel=0.01)
+    waits = np.array([[32 * e.layer_seconds, e.step_seconds] for e in (got, truth)])
+    assert np.abs(waits[0] - waits[1]).max() <= 0.05 * waits[1].sum()
+    assert found.as_dict()["relative_error_largest"] < 0.003
+    assert got.link == H200.efficiency.link and "calibrated on" in got.source  # one GPU has no link to fit
+
+
+def test_tensor_parallel_timings_give_link_and_latency():
+    """8 GPUs: the link's rate and the all-reduce's latency come out too; launches per layer hide behind the latter."""
+    found = fit(timings(gpus=8), SHAPES, H200, 8)
+    assert found.efficiency.link == pytest.approx(0.33, rel=0.02)
+    together = 32 * found.efficiency.layer_seconds + 65 * found.efficiency.reduce_seconds
+    assert together == pytest.approx(32 * 17e-6 + 65 * 23e-6, rel=0.05)
+    assert found.undetermined == ["layer_seconds"]
+
+
+def test_what_the_timings_do_not_say_stays_as_assumed():
+    """Single tokens of one row are never bound by the matrix rate: it stays at exactly what was assumed, and is named."""
+    found = fit(timings(cases=[c for c in CASES if c[1] == c[3] == 1]), SHAPES, H200)
+    assert found.efficiency.matrix == pytest.approx(H200.efficiency.matrix) and "matrix" in found.undetermined
+    assert found.efficiency.bandwidth == pytest.approx(0.71, rel=0.15) and "bandwidth" not in found.undetermined
+    assert found.as_dict()["relative_error_largest"] < 0.01  # weights and waits mix at batch 1, their sum does not
+
+
+def test_noise_is_left_in_the_residuals():
+    """5 % of noise in each of 132 timings: the residuals show it, and rates stay within 5 % in each of ten repetitions."""
+    grid = [(b, c) for b in (1, 8, 64, 256) for c in (512, 4096, 32768)]
+    cases = [("target", b, c, n, f) for b, c in grid for n in (1, 2, 4, 8, 16) for f in ("bf16", "fp8_e4m3")]
+    cases += [("draft", b, c, 1, "bf16") for b, c in grid]
+    for seed in range(10):
+        found = fit(timings(cases=cases, noise=0.05, seed=seed), SHAPES, H200)
+        assert 0.04 < found.as_dict()["relative_error_rms"] < 0.06
+        assert (found.efficiency.bandwidth, found.efficiency.matrix) == pytest.approx((0.71, 0.42), rel=0.05)
+
+
+def test_the_table_is_the_roofline_over_the_measurement():
+    """Every row is the fitted roofline's own step time; a format 1.3 times slower than its bytes say shows in its group."""
+    records = [t.model_copy(update={"seconds": t.seconds * (1.3 if t.kv_format != "bf16" else 1)}) for t in timings()]
+    found = fit(records, SHAPES, H200)
+    cost = Roofline(H200, *SHAPES.values(), calibration=found)
+    for i, t in enumerate(records):
+        row = found.row(i)
+        assert row["roofline"] == pytest.approx(cost.step_time(t.kind, t.batch, t.context, t.new_tokens, t.kv_format))
+        assert row["roofline_over_measured"] == pytest.approx(row["roofline"] / t.seconds)
+    middle = {(g["kind"], g["kv_format"]): g["roofline_over_measured"] for g in found.groups()}
+    assert middle["target", "fp8_e4m3"] < 0.95 < 1.05 < middle["target", "bf16"]
+    assert sum(g["records"] for g in found.groups()) == len(records)
+    assert max(abs(np.log(g["worst"]["roofline_over_measured"])) for g in found.groups()) == pytest.approx(
+        found.as_dict()["relative_error_largest"]
+    )
+
+
+def test_rates_above_the_data_sheet_are_named():
+    """Timings twice as fast as the hardware can be are of something else."""
+    fast = [t.model_copy(update={"seconds": t.seconds / 3}) for t in timings()]
+    assert "bandwidth" in fit(fast, SHAPES, H200).impossible and fit(timings(), SHAPES, H200).impossible == []
+
+
+def test_a_draft_without_a_shape_is_refused():
+    """Draft timings need the draft's shape; a target's alone do not."""
+    with pytest.raises(SpecqError, match="timings of a draft, whose shape is not given"):
+        fit(timings(), {"target": SHAPES["target"]}, H200)
+    alone = [c for c in CASES if c[0] == "target"]
+    assert fit(timings(cases=alone), {"target": SHAPES["target"]}, H200).efficiency.matrix == pytest.approx(
+        0.42, rel=0.01
+    )
+
+
+def write_timings(path, fixed=0.0):
+    path.write_text(json.dumps({"records": [t.model_dump() for t in timings()], "fixed": fixed}))
+    return path
+
+
+def test_a_calibrated_cost_keeps_the_files_fixed_term(tmp_path):
+    """roofline:GPU@FILE: fitted factors, the file's fixed seconds per cycle, and the residuals in what reports say of it."""
+    path = write_timings(tmp_path / "t.json", fixed=3e-4)
+    cost = build(parse_cost(f"roofline:h200@{path}"), *SHAPES.values())
+    assert cost.source == "roofline:h200@t.json" and cost.fixed == 3e-4
+    assert cost.efficiency.bandwidth == pytest.approx(0.71, rel=0.01)
+    assert cost.details["calibration"]["records"] == len(CASES) and "calibrated on t.json" in cost.details["note"]
+    json.dumps(cost.details, allow_nan=False)
+
+
+def test_the_command_writes_an_accelerator_of_its_own(tmp_path):
+    """Factors, table and JSON; the TOML it writes gives the very step times it found; bad input is one sentence, code 2."""
+    path, out = write_timings(tmp_path / "t.json"), tmp_path / "mine.toml"
+    said = run("cost", path, "--gpus", "h200", "--pair", "llama8b-1b", "--out", out, COLUMNS="160")
+    assert said.returncode == 0, said.stderr
+    for text in ("bandwidth", "per step", "calibrated roofline over measurement", "every timing", "16,384"):
+        assert text in said.stdout, text
+    found = fit(timings(), SHAPES, H200, file="t.json")
+    assert tomllib.loads(out.read_text())["efficiency"] == asdict(found.efficiency)
+    again = build(parse_cost(f"roofline:{out}"), *SHAPES.values())
+    assert again.step_time("target", 8, 4096, 5, "int8") == Roofline(H200, *SHAPES.values(), 1, found).step_time(
+        "target", 8, 4096, 5, "int8"
+    )
+    said = run("cost", path, "--gpus", "h200", "--pair", "llama8b-1b", "--json")
+    assert len(json.loads(said.stdout)["rows"]) == len(CASES)
+    for args, says in (
+        (["--gpus", "h900"], "unknown GPU 'h900'"),
+        (["--gpus", "h200", "--out", out], "exists already"),
+        (["--gpus", "h200", "--out", tmp_path / "x.json"], "NAME.toml"),
+        (["--gpus", "h200", "--draft", "ngram"], "timings of a draft, whose shape is not given"),
+        (["--gpus", "3xh200", "--pair", "llama8b-1b"], "cannot be divided over 3"),
+    ):
+        bad = run("cost", path, *args)
+        assert bad.returncode == 2 and says in bad.stderr and "Traceback" not in bad.stderr, (args, bad.stderr)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.toml", "t.json"]
