@@ -12,6 +12,7 @@ import argparse
 import datetime
 import json
 import os
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import matplotlib
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from specq import pairs
+from specq.cost.calibration import fit
 from specq.cost.gpus import get_gpu
 from specq.cost.roofline import Roofline
 from specq.cost.table import TableCost, Timing, read_records
@@ -226,10 +228,13 @@ def page(pair: str, folder: Path) -> None:
     records, _ = read_records(str(folder / "timings.json"))
     table = TableCost(records, "timings.json", {})
     found = pairs.find(pair, None, None)
-    shapes = [ModelShape.of_registered(s.shape) for s in (found.target, found.draft)]
-    roofline = Roofline(get_gpu("h200"), *shapes, machine["gpus"])
-    fitted = roofline.calibrated(records, "timings.json")
-    (folder / "calibrated.json").write_text(json.dumps(fitted.details, indent=1) + "\n")
+    shapes = {r: ModelShape.of_registered(s.shape) for r, s in (("target", found.target), ("draft", found.draft))}
+    gpu = get_gpu("h200")
+    calibration = fit(records, shapes, gpu, machine["gpus"], "timings.json")
+    roofline = Roofline(gpu, *shapes.values(), machine["gpus"])
+    fitted = Roofline(replace(gpu, efficiency=calibration.efficiency), *shapes.values(), machine["gpus"])
+    factors = asdict(calibration.efficiency)
+    (folder / "calibrated.json").write_text(json.dumps(factors, indent=1) + "\n")
 
     def error(model: Roofline, r: Timing) -> float:
         return model.step_time(r.kind, r.batch, r.context, r.new_tokens, r.kv_format) / r.seconds - 1
@@ -275,13 +280,13 @@ def page(pair: str, folder: Path) -> None:
             if set(cells[:-1]) != {"does not fit"}:
                 lines.append(f"| {batch} x {context} | " + " | ".join(cells) + " |")
     e, before = np.array([error(fitted, r) for r in records]), np.array([error(roofline, r) for r in records])
-    factors = fitted.details["efficiency"]
     lines += [
         "",
         f"Over {len(records)} points the roofline's relative error is {100 * np.sqrt((before**2).mean()):.0f} % (root mean"
         f" square; largest {100 * np.abs(before).max():.0f} %), calibrated on them {100 * np.sqrt((e**2).mean()):.0f} %"
         f" ({100 * np.abs(e).max():.0f} %): bandwidth x {factors['bandwidth']:.2f}, matrix rate x {factors['matrix']:.2f},"
-        f" {1e6 * factors['layer_seconds']:.1f} microseconds a layer (calibrated.json).",
+        f" {1e6 * factors['layer_seconds']:.1f} microseconds a layer, {1e6 * factors['step_seconds']:.0f} a step"
+        " (calibrated.json).",
         "",
         "## Best K and speedup over plain decoding in the same format, if each draft is accepted with probability alpha",
         "",
