@@ -83,18 +83,33 @@ class Workload:
     survival: dict[tuple[str, int], list[float]] = field(default_factory=dict)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest text, prompt and response."""
+        return max(map(len, self.prompts)) + self.output_tokens
+
+    @property
     def synthetic(self) -> bool:
         """Whether acceptance is prescribed and weights are dummies."""
         return bool(self.survival)
 
 
+def margin(k: int) -> int:
+    """Positions that max_model_len must leave beyond the longest text, or vLLM stops drafting before it ends.
+
+    Its V1 runner drafts for nobody in a step where any request of the batch comes within K of max_model_len
+    (`GPUModelRunner._input_fits_in_drafter`, 0.24 and 0.32), and the draft's cache keeps a hole there, so later cycles lose
+    too. The length it compares is an upper bound: with asynchronous scheduling two cycles are taken to be accepted whole.
+    """
+    return 3 * (k + 1)
+
+
 def build(cell: Cell, work: Workload) -> CellRequest:
     """The request of one cell. Raises SpecqError where the texts do not fit the models' positions."""
     target, draft = work.models
-    longest = max(map(len, work.prompts)) + work.output_tokens
+    longest = work.longest
     if work.positions is not None and longest > work.positions:
         raise SpecqError(f"texts of {longest} tokens are longer than the models' {work.positions} positions")
-    room = longest + cell.k + 1  # a shorter limit would cut the drafts of a text's last cycles
+    room = longest + margin(cell.k)
     engine: dict[str, Any] = {
         "model": target,
         "dtype": "bfloat16",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from specq import __version__, files
 from specq.cost import Operating, cycle_times
 from specq.engines.vllm import agreement, speed
-from specq.engines.vllm.plan import Cell
+from specq.engines.vllm.plan import Cell, margin
 from specq.engines.vllm.protocol import CellResult
 from specq.engines.vllm.runner import Outcome
 from specq.errors import SpecqError
@@ -210,6 +210,12 @@ def _warnings(v: "Validation") -> list[str]:
         out.append(
             f"vLLM {v.work.version} on a CPU verifies with a temperature that it never set: above temperature 0 its acceptance"
             " and its text are wrong, and the disagreement here is its own"
+        )
+    cut = [c.k for c in v.cells if c.k and v.work.positions and v.work.longest + margin(c.k) > v.work.positions]
+    if cut:
+        out.append(
+            f"texts of {v.work.longest} tokens come close to the models' {v.work.positions} positions: there vLLM stops drafting"
+            f" for the whole batch, and at K = {max(cut)} acceptance is lower for that reason alone"
         )
     if v.work.probe:
         out.append("timed with the probe, which waits for the device in every step: step times are not a server's")

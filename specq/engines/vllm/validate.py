@@ -136,9 +136,10 @@ class Validation:
         """The content of validation.json, which is also written."""
         self.out.mkdir(parents=True, exist_ok=True)
         if not self.work.synthetic:
-            longest = max(map(len, self.work.prompts)) + self.work.output_tokens
             parse_version(self.work.version)
-            self.reporter.note(f"vLLM {self.work.version}: {len(self.cells)} cells, texts of up to {longest} tokens")
+            self.reporter.note(
+                f"vLLM {self.work.version}: {len(self.cells)} cells, texts of up to {self.work.longest} tokens"
+            )
         with self.reporter.task("vLLM cells", len(self.cells)) as tick:
 
             def note(request: CellRequest, outcome: Outcome) -> None:
