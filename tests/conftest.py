@@ -1,5 +1,6 @@
 """Tiny random models, tokenizers and a float32 reference format that several tests share."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -28,6 +29,16 @@ from transformers import (
 from specq import pairs
 from specq.kv.base import Codec, KVFormat
 from specq.models import load
+
+NEEDS_VLLM = ["test_vllm_engine.py"]
+collect_ignore = [] if importlib.util.find_spec("vllm") or os.environ.get("SPECQ_REQUIRE_VLLM") else NEEDS_VLLM
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say what was not collected: these tests have an environment of their own."""
+    for name in collect_ignore:
+        terminalreporter.write_line(f"not run in this environment: tests/{name}, which needs vLLM (`make test-vllm`)")
+
 
 VOCAB = 48
 SMALL = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -126,7 +126,7 @@ def test_recorded_cycles_have_their_requests_and_the_engine_its_result(tmp_path,
     assert rows["alpha"] == pytest.approx([0.7] * 6)  # of the logits before the sampler overwrote them
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.25.1", "0.23.0"])
+@pytest.mark.parametrize("version", ["0.33.0", "0.25.1", "0.23.0"])
 def test_unknown_versions_are_refused(tmp_path, pinned, version):
     with pytest.raises(Exception, match="0.24"):
         install(tmp_path, version, *stand_in())

@@ -22,7 +22,7 @@ from typing import Any
 
 from specq.vllm_options import PROBED, parse_version
 
-# vllm/v1/sample/rejection_sampler.py, 0.24
+# vllm/v1/sample/rejection_sampler.py, 0.24 and 0.32
 SIGNATURE = (
     "draft_token_ids", "num_draft_tokens", "max_spec_len", "cu_num_draft_tokens", "draft_probs", "target_logits",
     "bonus_token_ids", "sampling_metadata", "synthetic_mode", "synthetic_conditional_rates", "use_fp64_gumbel",
