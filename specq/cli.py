@@ -81,6 +81,12 @@ def study(
     max_ms_per_token: Annotated[float | None, typer.Option(help="Limit of the mean time per token, ms.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     vllm_version: Annotated[str | None, typer.Option(help="vLLM version to write arguments for.")] = None,
+    vllm_command: Annotated[
+        str | None,
+        typer.Option(
+            help="Command line of a server in use (or a file with it) to start from; options here override it."
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
     out: Annotated[Path | None, typer.Option(help="Output directory; default runs/<pair>-<dtype>...")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a study of another configuration.")] = False,
@@ -97,7 +103,7 @@ def study(
     options = {k: v for k, v in locals().items() if k not in (*how, "how")}
     options["batch"], options["context"] = _numbers(batch, "--batch"), _numbers(context, "--context")
     options["ngram"] = _numbers(ngram, "--ngram")
-    study_command(options, dtype or ["fp8"], out, overwrite=overwrite, resume=resume, part=part, quiet=quiet)
+    study_command(options, dtype or [], out, overwrite=overwrite, resume=resume, part=part, quiet=quiet)
 
 
 @app.command()

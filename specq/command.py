@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specq import files, pairs
+from specq import files, pairs, serve_command
 from specq.checkpoint import auto_kv_format, fingerprint, open_checkpoint, read_json_object
 from specq.config import StudyConfig, file_digest, make_config, same_study
 from specq.errors import SpecqError, printable
@@ -20,6 +20,9 @@ from specq.vllm_options import parse_version
 
 def resolve(options: dict[str, Any], dtypes: list[str]) -> tuple[StudyConfig, dict[str, str]]:
     """(configuration, sub-directory per format name) from command-line options; None means not given."""
+    if options.get("vllm_command") is not None:
+        options, dtypes = serve_command.study_options(serve_command.text_of(options["vllm_command"]), options, dtypes)
+    dtypes = dtypes or ["fp8"]
     pair = pairs.find(options["pair"], options["target"], options["draft"])
     names = format_names(pair, dtypes)
     given = {k: v for k, v in options.items() if v is not None}
@@ -80,6 +83,9 @@ def study_command(
         raise SpecqError("--resume continues what is there and --overwrite discards it; give one of them")
     share = _part(part)
     config, directories = resolve(options, dtypes)
+    reporter = Reporter(quiet)
+    for note in serve_command.notes(config):
+        reporter.note(note)
     name = config.pair or pairs.find(None, config.target, config.draft).name
     name = "-".join([name, *directories.values(), *([f"part{share[0]}of{share[1]}"] if share[1] > 1 else [])])
     out = Path(os.path.normpath(out or Path("runs") / name))
@@ -91,7 +97,7 @@ def study_command(
     from specq.shards import refuse_mixing
 
     refuse_mixing(out, lambda old: same_study(config, old["configuration"]), overwrite, resume)
-    _run(config, directories, out, overwrite, Reporter(quiet), resume=resume, part=share)
+    _run(config, directories, out, overwrite, reporter, resume=resume, part=share)
 
 
 def _run(
@@ -196,6 +202,11 @@ def show(out: Path, directories: dict[str, str]) -> None:
         rec = Recommendation.model_validate(files.read_json(sub / "recommendation.json"))
         console.rule(escape(f"{rec.pair}: {rec.target_kv_dtype} against BF16"), align="left")
         console.print(answer_table(rec))
+        if rec.vllm and rec.vllm.changed_command:
+            lines = (
+                f"server now:\n  {rec.vllm.current_command}\nwith {rec.target_kv_dtype}:\n  {rec.vllm.changed_command}"
+            )
+            console.print(printable(lines), soft_wrap=True, markup=False)
         console.print(
             f"report: {sub / 'report.html'}\nJSON:   {sub / 'recommendation.json'}", soft_wrap=True, markup=False
         )

@@ -95,6 +95,7 @@ class StudyConfig(RunConfig):
     objective: Literal["latency", "throughput"] = "latency"
     max_ms_per_token: float | None = Field(None, gt=0, allow_inf_nan=False)
     vllm_version: str = "0.32"
+    vllm_command: str | None = None
 
     @field_validator("batch", "context")
     @classmethod

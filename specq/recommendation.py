@@ -20,6 +20,7 @@ from specq.report.schema import (
     Speedup,
     VllmBlock,
 )
+from specq.serve_command import changed
 from specq.verdicts import find_verdicts
 from specq.vllm_options import DRAFT_KV_CACHE_DTYPE_SINCE, parse_version, vllm_block
 
@@ -77,7 +78,7 @@ def _vllm(
             " mu_shift_inherited_draft here"
         )
     k = max(entry[2] for entry in plan)
-    return vllm_block(
+    block = vllm_block(
         version=config.vllm_version,
         target=facts.target,
         draft=facts.draft,
@@ -88,6 +89,9 @@ def _vllm(
         draft_sampling=config.draft_sampling,
         survival=surv[k - 1, :k].tolist() if k else [],
     )
+    if config.vllm_command is not None:
+        block.current_command, block.changed_command = changed(config.vllm_command, block)
+    return block
 
 
 def recommend(

@@ -150,7 +150,8 @@ def _vllm(block: dict | None) -> dict | None:
     for argument in block["serve_args"]:
         command += (" \\\n    " if argument.startswith("--") else " ") + shlex.quote(argument)
     rates = ", ".join(number(r, 4, sign=False) for r in block["synthetic_acceptance_rates"])
-    return {"version": block["version"], "command": command, "rates": rates, "plain": not block["speculative_config"]}
+    return {"version": block["version"], "command": command, "rates": rates, "plain": not block["speculative_config"],
+            "now": block.get("current_command"), "then": block.get("changed_command")}  # fmt: skip
 
 
 def arm_names(view: FormatView) -> list[str]:

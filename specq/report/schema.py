@@ -103,6 +103,8 @@ class VllmBlock(_Strict):
     serve_args: list[str]
     speculative_config: dict | None
     synthetic_acceptance_rates: list[float] = Field(description="marginal S_1..S_K at the configured K")
+    current_command: str | None = Field(None, description="the command line of --vllm-command")
+    changed_command: str | None = Field(None, description="the same with the format and K recommended here")
 
 
 class Recommendation(_Strict):

@@ -214,8 +214,8 @@ def _warnings(v: "Validation") -> list[str]:
     cut = [c.k for c in v.cells if c.k and v.work.positions and v.work.longest + margin(c.k) > v.work.positions]
     if cut:
         out.append(
-            f"texts of {v.work.longest} tokens come close to the models' {v.work.positions} positions: there vLLM stops drafting"
-            f" for the whole batch, and at K = {max(cut)} acceptance is lower for that reason alone"
+            f"texts of {v.work.longest} tokens come close to the models' {v.work.positions} positions: there vLLM stops"
+            f" drafting for the whole batch, and at K = {max(cut)} acceptance is lower for that reason alone"
         )
     if v.work.probe:
         out.append("timed with the probe, which waits for the device in every step: step times are not a server's")

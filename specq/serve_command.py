@@ -1,0 +1,425 @@
+"""The command line of a running vLLM server: what a study takes over from it, and the same line changed by a recommendation.
+
+    specq study --vllm-command "vllm serve TARGET --speculative-config '{...}' ..."      or a file that holds it
+
+Spelling is vLLM's own (`FlexibleArgumentParser`, 0.24 and 0.32): `--opt value`, `--opt=value`, underscores for dashes, JSON
+keys with dots (`--speculative-config.model M`, `-sc.num_speculative_tokens=3`), the last of several counts, dotted keys
+replace a whole JSON given elsewhere. Around it may stand variables, a launcher, `docker run ... IMAGE`, and shell operators.
+Nothing of it is executed, and no variable is expanded.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specq.config import StudyConfig
+from specq.errors import SpecqError, first_line, printable
+from specq.kv import FORMATS
+from specq.report.schema import VllmBlock
+from specq.vllm_options import OLDEST
+
+SPECULATIVE, KV, BACKEND, ATTENTION = (
+    "--speculative-config", "--kv-cache-dtype", "--attention-backend", "--attention-config",
+)  # fmt: skip
+SHORT = {"-sc": SPECULATIVE, "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-ac": ATTENTION,
+         "-dp": "--data-parallel-size", "-q": "--quantization", "-cc": "--compilation-config"}  # fmt: skip
+SPEC_OPTIONS = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
+OVERRIDE, GENERATION = "--override-generation-config", "--generation-config"
+SAMPLED = {"temperature": (1.0, float), "top_p": (1.0, float), "top_k": (0, int)}  # vLLM's neutral values
+# Options without a value; for others that are not known here, a word after them that is no option is their value.
+FLAG = re.compile(
+    r"--(enable|disable|no|trust|use|allow|return|skip|enforce|async|calculate|headless|log|show)\b[\w-]*"
+)
+OPERATORS = {"&&", "||", "|", ";", "&", "|&"}
+REDIRECTED = re.compile(r"(\d|&)?>>?(&?\d|\S*)|<+\S*")
+LAUNCHER = re.compile(r"vllm(?:(?:@|==)(?P<version>[\w.+-]+))?")
+IMAGE = re.compile(r"(?P<name>\S*vllm[\w./-]*)(?::(?P<tag>[\w.+-]+))?(?:@sha256:[0-9a-f]+)?")
+CONTAINER_FLAG = re.compile(r"--?(rm|it|ti|d|i|t|init|privileged|detach|interactive|tty)")
+OTHER_DRAFTS = re.compile(r"eagle|medusa|dflash|dspark|speculator", re.IGNORECASE)
+SECRET = re.compile(r"^(\w*(?:TOKEN|KEY|SECRET|PASSWORD)\w*)=(?!\$).+$", re.DOTALL)
+LONGEST_FILE = 1 << 20
+UNRELATED = {
+    "--host", "--port", "--api-key", "--served-model-name", "--uvicorn-log-level", "--disable-log-requests", "--seed",
+    "--gpu-memory-utilization", "--max-num-seqs", "--max-model-len", "--max-num-batched-tokens", "--enforce-eager",
+    "--enable-prefix-caching", "--no-enable-prefix-caching", "--trust-remote-code", "--tokenizer",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: its name as vLLM normalises it, its value (None for a flag), and its words [start, end)."""
+
+    name: str
+    value: str | None
+    start: int
+    end: int
+
+
+@dataclass
+class ServeCommand:
+    """A command line read. `words[first:last]` are vLLM's arguments, `model` the word that names the target.
+
+    `taken` holds study options by name; `dtype` is the server's KV format by specq's name, None where it has none;
+    `speculative` its speculative_config; `notes` say what was not taken over.
+    """
+
+    words: list[str]
+    first: int
+    last: int
+    options: list[Option]
+    model: str
+    speculative: dict[str, Any]
+    dtype: str | None = "bf16"
+    taken: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def _fail(text: str) -> SpecqError:
+    return SpecqError(f"--vllm-command: {printable(text)}")
+
+
+def text_of(given: str) -> str:
+    """The command itself, or what the file of that name holds. Raises SpecqError for a file that cannot be read."""
+    try:
+        if not given.strip() or "\n" in given or not Path(given).is_file():
+            return given
+        if Path(given).stat().st_size > LONGEST_FILE:
+            raise _fail(f"{given} is too large for a command line")
+        return Path(given).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise _fail(f"{given} is not UTF-8 text") from None
+    except (OSError, ValueError):  # ValueError: a NUL in the path; OSError: too long for one, or not to be read
+        return given
+
+
+def read(text: str) -> ServeCommand:
+    """Read a command line. Raises SpecqError where it is none, or runs a draft that specq does not model."""
+    words = _split(text)
+    first, version = _start(words)
+    last = next((i for i in range(first, len(words)) if _ends(words[i])), len(words))
+    options, loose = _parse(words, first, last)
+    by_name = {o.name: o.value for o in options}
+    model = by_name.get("--model") or (loose[0] if loose else None)
+    if not model:
+        more = "; what --config FILE holds is not read" if "--config" in by_name else ""
+        raise _fail(f"no model in it{more}")
+    made = ServeCommand(words, first, last, options, model, _speculative(options))
+    made.taken["target"] = model
+    _take_draft(made)
+    _take_rest(made, by_name, version)
+    if loose[1 if "--model" not in by_name else 0 :]:
+        made.notes.append(f"not understood: {' '.join(loose[1 if '--model' not in by_name else 0 :])}")
+    made.notes[:] = [f"--vllm-command: {printable(n)}" for n in made.notes]
+    return made
+
+
+def _split(text: str) -> list[str]:
+    lines = [line for line in text.replace("\r\n", "\n").split("\n") if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\[ \t]*\n", " ", "\n".join(lines))
+    try:
+        words = shlex.split(joined)
+        return [part for word in words for part in ((word[:-1], ";") if re.search(r"[^;];$", word) else (word,))]
+    except ValueError as error:
+        raise _fail(f"cannot be split into words: {first_line(error)}; JSON needs '...' around it") from None
+
+
+def _ends(word: str) -> bool:
+    return word in OPERATORS or bool(REDIRECTED.fullmatch(word))
+
+
+def _start(words: list[str]) -> tuple[int, str | None]:
+    """Index of vLLM's first argument, and the version that its launcher or image names."""
+    stated = next((m[1] for w in words if (m := re.fullmatch(r"vllm(?:\[[\w,]*\])?==([\w.+-]+)", w))), None)
+    for i, word in enumerate(words[:-1]):
+        found = LAUNCHER.fullmatch(word.rsplit("/", 1)[-1])
+        if found and words[i + 1] == "serve":
+            return i + 2, found["version"] or stated
+        if word == "-m" and words[i + 1].startswith("vllm.entrypoints."):
+            after = i + 2
+            return after + (words[after : after + 1] == ["serve"]), stated
+    if any(w.rsplit("/", 1)[-1] in ("docker", "podman", "nerdctl") for w in words):
+        for i, word in enumerate(words):
+            found = IMAGE.fullmatch(word)
+            before = words[i - 1] if i else ""
+            valued = before.startswith("-") and "=" not in before and not CONTAINER_FLAG.fullmatch(before)
+            if found and i and not valued and not word.startswith("-") and "=" not in word:
+                return i + 1 + (words[i + 1 : i + 2] == ["serve"]), found["tag"]
+    raise _fail("no `vllm serve MODEL ...` in it, nor a container or module of vLLM's server")
+
+
+def _name(word: str) -> str:
+    """An option's name as vLLM reads it: long for short, dashes for underscores before the first dot."""
+    head, dot, tail = word.partition(".")
+    head = SHORT.get(head, head.replace("_", "-") if head.startswith("--") else head)
+    return head + dot + tail
+
+
+def _parse(words: list[str], first: int, last: int) -> tuple[list[Option], list[str]]:
+    options, loose, i = [], [], first
+    while i < last:
+        word = words[i]
+        if not word.startswith("-") or word in ("-", "--"):
+            loose.append(word)
+            i += 1
+            continue
+        head, equals, value = word.partition("=")
+        name, end = _name(head), i + 1
+        valued = end < last and (not words[end].startswith("-") or re.fullmatch(r"-\d[\d.]*", words[end]))
+        if equals:
+            options.append(Option(name, value, i, end))
+        elif valued and not FLAG.fullmatch(name):
+            options.append(Option(name, words[end], i, end + 1))
+            end += 1
+        else:
+            options.append(Option(name, None, i, end))
+        i = end
+    return options, loose
+
+
+def _object(option: str, text: str | None) -> dict[str, Any]:
+    """A JSON object given to an option."""
+    try:
+        value = json.loads(text or "")
+    except (ValueError, RecursionError) as error:
+        raise _fail(f"{option} is not JSON ({first_line(error)}); in a shell it needs '...' around it") from None
+    if not isinstance(value, dict):
+        raise _fail(f"{option} is not a JSON object")
+    return value
+
+
+def _json_option(options: list[Option], name: str) -> dict[str, Any]:
+    """The object of an option given as JSON, by dotted keys, or (then the dotted keys count) both."""
+    whole = [o for o in options if o.name == name]
+    dotted = [o for o in options if o.name.startswith(name + ".")]
+    if not dotted:
+        return _object(name, whole[-1].value) if whole else {}
+    made: dict[str, Any] = {}
+    for option in dotted:
+        *path, last = option.name.removeprefix(name + ".").split(".")
+        if option.value is None:
+            raise _fail(f"{option.name} has no value")
+        at = made
+        for key in path:
+            at = at.setdefault(key, {}) if isinstance(at.get(key, {}), dict) else {}
+        try:
+            value = json.loads(option.value)
+        except (ValueError, RecursionError):
+            value = option.value
+        if last.endswith("+"):
+            last, before = last[:-1], at.get(last[:-1])
+            value = [*(before if isinstance(before, list) else []), *option.value.split(",")]
+        at[last] = value
+    return made
+
+
+def _speculative(options: list[Option]) -> dict[str, Any]:
+    config = {k.replace("-", "_"): v for k, v in _json_option(options, SPECULATIVE).items()}
+    for option in options:
+        key = SPEC_OPTIONS.get(option.name)
+        if key and key in config:
+            raise _fail(f"{option.name} and {SPECULATIVE} both give {key}, which vLLM refuses")
+        if key:
+            config[key] = option.value
+    return config
+
+
+def _whole(value: Any, name: str, least: int) -> int:  # noqa: ANN401 - from JSON or a word
+    try:
+        number = int(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else None
+    except ValueError:
+        number = None
+    if number is None or number < least:
+        raise _fail(f"{name} must be a whole number of at least {least}, not {str(value)[:60]!r}")
+    return number
+
+
+def _take_draft(made: ServeCommand) -> None:
+    config, taken = dict(made.speculative), made.taken
+    if not config:
+        taken["current_k"] = 0
+        return
+    method, model = config.pop("method", None), config.pop("model", None)
+    tokens = _whole(config.pop("num_speculative_tokens", None), "num_speculative_tokens", 1)
+    taken["current_k"] = tokens
+    if method in ("ngram", "ngram_gpu", "[ngram]") or (method is None and model in ("ngram", "[ngram]")):
+        shortest, longest = (config.pop(f"prompt_lookup_{end}", None) for end in ("min", "max"))
+        known = [x for x in (shortest, longest) if x is not None] or [5]  # vLLM's own defaults
+        pair = [_whole(x if x is not None else known[0], "prompt_lookup_min and _max", 1) for x in (shortest, longest)]
+        taken |= {"draft": "ngram", "ngram": tuple(pair)}
+    elif method in (None, "draft_model") and isinstance(model, str) and not OTHER_DRAFTS.search(model):
+        taken |= {"draft": model, "draft_transform": "temperature"}  # vLLM's drafts get the temperature alone
+        taken["draft_sampling"] = config.pop("draft_sample_method", "greedy")
+        if taken["draft_sampling"] not in ("greedy", "probabilistic"):
+            raise _fail(
+                f"draft_sample_method {str(taken['draft_sampling'])[:60]!r} is neither greedy nor probabilistic"
+            )
+    else:
+        raise _fail(
+            f"its drafts ({str(method or model)[:80]}) are not modelled; `specq import-metrics` reads what such a server"
+            " measured"
+        )
+    verify = config.pop("rejection_sample_method", "standard")
+    if verify != "standard":
+        made.notes.append(
+            f"rejection_sample_method {verify} is not modelled: the figures are those of standard verification"
+        )
+    if (dtype := config.pop("kv_cache_dtype", None)) not in (None, "auto", "bfloat16"):
+        made.notes.append(
+            f"the draft's own KV format {dtype} is not taken over: the headline has the draft's cache in BF16, and"
+            " mu_shift_inherited_draft has it in the target's format"
+        )
+    if schedule := config.pop("num_speculative_tokens_per_batch_size", None):
+        made.notes.append(f"its schedule {json.dumps(schedule)} is not taken over: K now counts as {tokens}")
+    if config:
+        made.notes.append(f"of speculative_config not taken over: {', '.join(config)}")
+
+
+def _take_rest(made: ServeCommand, by_name: Mapping[str, str | None], version: str | None) -> None:
+    """KV format, sampling, tensor parallelism, version; and what is left."""
+    taken, notes = made.taken, made.notes
+    dtype = (by_name.get(KV) or "auto").lower()
+    if dtype == "auto":
+        dtype = "bfloat16"
+    elif dtype == "float16":
+        notes.append("a float16 KV cache counts as BF16 here")
+        dtype = "bfloat16"
+    elif dtype == "fp8_e4m3":
+        dtype = "fp8"
+    made.dtype = next((f.name for f in FORMATS if f.vllm == dtype), None)
+    if made.dtype is None:
+        notes.append(f"specq has no KV format like vLLM's {dtype}")
+    if by_name.get(GENERATION) == "vllm":
+        taken |= {name: neutral for name, (neutral, _) in SAMPLED.items()}
+    override = _json_option(made.options, OVERRIDE)
+    for name, (_, kind) in SAMPLED.items():
+        if (value := override.pop(name, None)) is None:
+            continue
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not (kind is float or isinstance(value, int))
+        ):
+            raise _fail(f"{OVERRIDE}: {name} is not a number: {str(value)[:60]!r}")
+        taken[name] = 0 if name == "top_k" and value == -1 else value
+    if override:
+        notes.append(f"of {OVERRIDE} not taken over: {', '.join(override)}")
+    if "--tensor-parallel-size" in by_name:
+        taken["tensor_parallel"] = _whole(by_name["--tensor-parallel-size"], "--tensor-parallel-size", 1)
+    _take_version(made, version)
+    read = {"--model", KV, GENERATION, OVERRIDE, SPECULATIVE, "--tensor-parallel-size", BACKEND, *SPEC_OPTIONS}
+    if by_name.get(GENERATION) not in (None, "auto", "vllm"):
+        notes.append(f"{GENERATION} {by_name[GENERATION]} is not read: sampling is the target's own, or give it here")
+    rest = [o for o in dict.fromkeys(o.name for o in made.options) if o.split(".")[0] not in read]
+    if "--config" in rest:
+        notes.append("what --config FILE holds is not read")
+        rest.remove("--config")
+    if left := [o for o in rest if o not in UNRELATED]:
+        notes.append(f"not taken over, and kept in the changed command: {' '.join(left)}")
+
+
+def _take_version(made: ServeCommand, stated: str | None) -> None:
+    found = re.match(r"v?(\d{1,3})\.(\d{1,4})", stated or "")
+    if found and (int(found[1]), int(found[2])) >= OLDEST:
+        made.taken["vllm_version"] = f"{int(found[1])}.{int(found[2])}"
+    elif found:
+        oldest = ".".join(map(str, OLDEST))
+        made.notes.append(f"vLLM {found[0]} is older than {oldest}, the oldest one specq writes for")
+
+
+def notes(config: StudyConfig) -> list[str]:
+    """What of the configuration's command was not taken over; nothing where there is none."""
+    if config.vllm_command is None:
+        return []
+    command = read(config.vllm_command)
+    if "vllm_version" in command.taken or config.vllm_version != StudyConfig.model_fields["vllm_version"].default:
+        return command.notes
+    said = f"it does not state vLLM's version: arguments are written for {config.vllm_version} (--vllm-version)"
+    return [*command.notes, f"--vllm-command: {said}"]
+
+
+def study_options(text: str, options: Mapping[str, Any], dtypes: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """(study options, formats) with what the command says where the user's own `options` and `dtypes` say nothing.
+
+    Raises SpecqError where the server does not speculate and no draft is given.
+    """
+    command = read(text)
+    taken, given = dict(command.taken), {k: v for k, v in options.items() if v is not None}
+    ranks = taken.pop("tensor_parallel", 1)
+    if "draft" not in taken and "draft" not in given:
+        raise _fail("this server does not speculate; name the draft model to consider with --draft")
+    if given.get("draft", taken.get("draft")) != "ngram":
+        taken.pop("ngram", None)
+    cost = given.get("cost", "roofline:h100")
+    if ranks > 1 and re.match(r"roofline:(?!\d+x)", cost):
+        given["cost"] = cost.replace("roofline:", f"roofline:{ranks}x", 1)
+    merged = {**dict.fromkeys(options), **taken, **given, "vllm_command": _shell(without_secrets(command))}
+    if merged.get("k_max") is None and merged["current_k"] > 16:
+        merged["k_max"] = merged["current_k"]
+    if not dtypes:
+        dtypes = [command.dtype] if command.dtype not in (None, "bf16") else ["fp8"]
+    return merged, dtypes
+
+
+def without_secrets(command: ServeCommand) -> list[str]:
+    """The words with keys and tokens replaced by variables: the command is kept in files that are passed on."""
+    words = [SECRET.sub(r"\1=$\1", word) for word in command.words]
+    for option in command.options:
+        if option.name == "--api-key" and option.value:
+            words[option.end - 1] = "--api-key=$VLLM_API_KEY" if option.end - option.start == 1 else "$VLLM_API_KEY"
+    return words
+
+
+def changed(text: str, block: VllmBlock) -> tuple[str, str]:
+    """(the command as it is, the command with what `block` recommends), each in one line."""
+    command = read(text)
+    config = None
+    if block.speculative_config is not None:
+        own = {k: v for k, v in command.speculative.items() if k not in REPLACED}
+        config = own | block.speculative_config
+        if command.speculative.get("model") and block.speculative_config.get("method") == "draft_model":
+            config["model"] = command.speculative["model"]  # in the user's own words
+    arguments = block.serve_args
+    backend = arguments[arguments.index(BACKEND) + 1] if BACKEND in arguments else None
+    fresh = [KV, arguments[arguments.index(KV) + 1]]
+    if backend:
+        fresh += [BACKEND, backend]
+    if config:
+        fresh += [SPECULATIVE, json.dumps(config)]
+    out = {KV, SPECULATIVE, *SPEC_OPTIONS} | ({BACKEND, f"{ATTENTION}.backend"} if backend else set())
+    dropped: set[int] = set()
+    words = list(command.words)
+    for option in command.options:
+        if option.name in out or option.name.startswith(SPECULATIVE + "."):
+            dropped |= set(range(option.start, option.end))
+        elif option.name == ATTENTION and backend and option.value:  # refused beside --attention-backend
+            kept = {k: v for k, v in _object(ATTENTION, option.value).items() if k != "backend"}
+            if not kept:
+                dropped |= set(range(option.start, option.end))
+            joined = option.end - option.start == 1
+            words[option.end - 1] = f"{ATTENTION}={json.dumps(kept)}" if joined else json.dumps(kept)
+    middle = [words[i] for i in range(command.first, command.last) if i not in dropped]
+    after = [*words[: command.first], *middle, *fresh, *words[command.last :]]
+    return _shell(command.words), _shell(after)
+
+
+# What a recommendation decides anew; other keys of the user's speculative_config stay.
+REPLACED = {"method", "num_speculative_tokens", "draft_sample_method", "kv_cache_dtype", "model",
+            "num_speculative_tokens_per_batch_size", "prompt_lookup_min", "prompt_lookup_max"}  # fmt: skip
+
+
+def _shell(words: list[str]) -> str:
+    """Words as one shell line; operators stay operators, and words with variables stay expandable."""
+    return " ".join(w if _ends(w) else _quoted(w) for w in words)
+
+
+def _quoted(word: str) -> str:
+    if re.fullmatch(r"~/[\w@%+=:,./-]*", word):
+        return word
+    if re.search(r"\$[\w{]", word) and not re.search(r"[`(]|{\s*\"", word):
+        return '"' + re.sub(r'(["\\])', r"\\\1", word) + '"' if re.search(r"[^\w$@%+=:,./{}-]", word) else word
+    assigned = re.fullmatch(r"([A-Za-z_]\w*=)(.*)", word, re.DOTALL)
+    return assigned[1] + shlex.quote(assigned[2]) if assigned and assigned[2] else shlex.quote(word)

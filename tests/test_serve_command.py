@@ -1,0 +1,263 @@
+"""`--vllm-command`: what a study takes over from a server's command line, and the line it gives back."""
+
+import json
+import shlex
+
+import pytest
+from conftest import save_model
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from test_retune import write_prompts
+from test_study import strict_json
+from typer.testing import CliRunner
+
+from specq import cli
+from specq.command import resolve
+from specq.config import StudyConfig
+from specq.errors import SpecqError
+from specq.report.schema import VllmBlock
+from specq.serve_command import changed, notes, read, study_options, text_of
+
+SPEC = '{"model": "org/draft", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}'
+PLAIN = "vllm serve org/target"
+SPELLINGS = [
+    f"{PLAIN} --kv-cache-dtype fp8 -tp 4 --speculative-config '{SPEC}'",
+    f"{PLAIN} --kv_cache_dtype=fp8 --tensor_parallel_size=4 --speculative_config='{SPEC}'",
+    f"{PLAIN} \\\n  --kv-cache-dtype fp8_e4m3 \\\n  -tp=4 \\\r\n  -sc '{SPEC}'\n",
+    f"# the server\nexport X=1 && CUDA_DEVICES=0 exec /opt/bin/{PLAIN} -tp 4 -sc '{SPEC}' --kv-cache-dtype fp8 > log 2>&1",
+    "vllm serve --model org/target --kv-cache-dtype fp8 -tp 4 --spec-method draft_model --spec-model org/draft --spec-tokens 3"
+    " --speculative-config.draft_sample_method probabilistic",
+    "vllm serve --enforce-eager org/target -sc.model org/draft -sc.num-speculative-tokens=3 --kv-cache-dtype fp8"
+    " --tensor-parallel-size 4 --speculative_config.draft_sample_method=probabilistic",
+    f"docker run --rm --gpus all -e HF_HOME=/x -v /a:/b vllm/vllm-openai:v0.32.0 --model org/target -tp 4 --kv-cache-dtype fp8"
+    f" -sc '{SPEC}'",
+    f"python3 -m vllm.entrypoints.openai.api_server --model=org/target -tp 4 --kv-cache-dtype fp8 -sc '{SPEC}'",
+    f"uvx vllm@0.32.0 serve org/target --kv-cache-dtype bfloat16 --kv-cache-dtype fp8 -tp 4 -sc '{SPEC}'; echo done",
+]
+TAKEN = {"target": "org/target", "draft": "org/draft", "current_k": 3, "draft_sampling": "probabilistic",
+         "draft_transform": "temperature", "tensor_parallel": 4}  # fmt: skip
+
+
+def block(k=2, backend=None, schedule=None, fmt="fp8"):
+    args = ["/abs/target", "--kv-cache-dtype", fmt, *(["--attention-backend", backend] if backend else [])]
+    config = {
+        "method": "draft_model",
+        "model": "/abs/draft",
+        "num_speculative_tokens": k,
+        "draft_sample_method": "greedy",
+    }
+    if schedule:
+        config["num_speculative_tokens_per_batch_size"] = schedule
+    return VllmBlock(
+        version="0.32", serve_args=args, speculative_config=config if k else None, synthetic_acceptance_rates=[]
+    )
+
+
+@pytest.mark.parametrize("text", SPELLINGS)
+def test_every_spelling_of_one_server_reads_alike(text):
+    """Pair, K, drafting, KV format and ranks, however vLLM lets one write them; a launcher's version where it says one."""
+    command = read(text)
+    assert {k: v for k, v in command.taken.items() if k != "vllm_version"} == TAKEN
+    assert command.taken.get("vllm_version") == ("0.32" if "0.32" in text else None)
+    assert command.dtype == "fp8_e4m3" and command.notes == []
+
+
+@pytest.mark.parametrize("text", SPELLINGS)
+def test_the_changed_line_reads_as_what_was_recommended(text):
+    """Read again, the changed line is the same server with the recommended K, drafting and format; the old one is unchanged."""
+    now, then = changed(text, block(schedule=[[1, 8, 2], [9, 64, 1]], backend="TRITON_ATTN", fmt="int8_per_token_head"))
+    old, new = read(now), read(then)
+    assert old.taken == read(text).taken and old.dtype == "fp8_e4m3"
+    assert new.taken == old.taken | {"current_k": 2, "draft_sampling": "greedy"}
+    assert new.dtype == "int8_per_token_head" and new.speculative["num_speculative_tokens_per_batch_size"][1] == [
+        9,
+        64,
+        1,
+    ]
+    assert then.count("--speculative") == 1 and then.count("kv-cache-dtype") == 1 and "TRITON_ATTN" in then
+    assert [w for w in shlex.split(now) if w in ("&&", "log", "done")] == [
+        w for w in shlex.split(then) if w in ("&&", "log", "done")
+    ]
+
+
+def test_dropping_speculation_and_what_stays():
+    """K = 0 leaves no speculative option; the user's other options and keys stay, backends do not clash."""
+    text = (
+        PLAIN
+        + ' --port 80 -sc \'{"model": "d", "num_speculative_tokens": 3, "max_model_len": 99}\' -ac.backend FLASH_ATTN'
+    )
+    assert "specul" not in changed(text, block(k=0))[1] and "-ac.backend FLASH_ATTN" in changed(text, block(k=0))[1]
+    then = changed(text, block(backend="TRITON_ATTN"))[1]
+    assert "--port 80" in then and "FLASH_ATTN" not in then
+    assert read(then).speculative == {"max_model_len": 99, **block().speculative_config, "model": "d"}
+    whole = changed(PLAIN + ' --attention-config \'{"backend": "FLASH_ATTN", "x": 1}\'', block(backend="TRITON_ATTN"))[
+        1
+    ]
+    assert "FLASH_ATTN" not in whole and '{"x": 1}' in whole
+
+
+def test_sampling_of_the_server():
+    """--override-generation-config and --generation-config vllm; top_k -1 is off; what is not known is named."""
+    text = f"{PLAIN} -sc '{SPEC}' --override-generation-config " + '\'{"temperature": 0.7, "top_k": -1, "min_p": 0.1}\''
+    command = read(text)
+    assert (command.taken["temperature"], command.taken["top_k"]) == (0.7, 0) and "top_p" not in command.taken
+    assert any("min_p" in n for n in command.notes)
+    neutral = read(f"{PLAIN} -sc '{SPEC}' --generation-config vllm").taken
+    assert (neutral["temperature"], neutral["top_p"], neutral["top_k"]) == (1.0, 1.0, 0)
+
+
+def test_ngram_and_vllms_defaults():
+    """n-gram lookup with vLLM's 5..5, or one end for both; greedy is vLLM's default draft_sample_method."""
+    ngram = read(PLAIN + ' -sc \'{"method": "ngram", "num_speculative_tokens": 4}\'').taken
+    assert (ngram["draft"], ngram["ngram"], ngram["current_k"]) == ("ngram", (5, 5), 4)
+    one = read(PLAIN + ' -sc \'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}\'').taken
+    assert one["ngram"] == (3, 3)
+    assert read(PLAIN + ' -sc \'{"model": "d", "num_speculative_tokens": 1}\'').taken["draft_sampling"] == "greedy"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no `vllm serve MODEL"),
+        ("vllm bench serve --model x", "no `vllm serve MODEL"),
+        ("vllm serve --port 80", "no model in it"),
+        ("vllm serve --config server.yaml", "is not read"),
+        (f'{PLAIN} -sc \'{{"model": "d"', "cannot be split"),
+        (PLAIN + " -sc {model:d}", "is not JSON"),
+        (PLAIN + " -sc '[1]'", "is not a JSON object"),
+        (PLAIN + " -sc " + "'" + "[" * 100_000 + "'", "is not JSON"),
+        (PLAIN + ' -sc \'{"model": "d"}\'', "whole number"),
+        (PLAIN + ' -sc \'{"model": "d", "num_speculative_tokens": true}\'', "whole number"),
+        (PLAIN + ' -sc \'{"method": "eagle3", "model": "d", "num_speculative_tokens": 3}\'', "import-metrics"),
+        (PLAIN + ' -sc \'{"model": "yuhuili/EAGLE3-x", "num_speculative_tokens": 3}\'', "import-metrics"),
+        (PLAIN + ' -sc \'{"model": "d", "num_speculative_tokens": 3}\' --spec-tokens 4', "both give"),
+        (f"{PLAIN} -sc '{SPEC}' -tp two", "whole number"),
+        (f"{PLAIN} -sc '{SPEC}' --override-generation-config " + '\'{"temperature": "hot"}\'', "not a number"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_a_sentence(text, said):
+    with pytest.raises(SpecqError, match="--vllm-command") as caught:
+        read(text)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_not_taken_over_is_said():
+    text = PLAIN + (
+        " --quantization fp8 --max-num-seqs 64 -pp 2 --kv-cache-dtype turboquant_4bit_nc -sc '"
+        '{"model": "d", "num_speculative_tokens": 3, "kv_cache_dtype": "fp8", "rejection_sample_method": "block",'
+        ' "num_speculative_tokens_per_batch_size": [[1, 4, 3]], "quantization": "awq"}\''
+    )
+    said = " ".join(read(text).notes)
+    for word in ("--quantization", "--pipeline-parallel-size", "turboquant_4bit_nc", "draft's own KV format fp8", "block",
+                 "[[1, 4, 3]]", "of speculative_config not taken over: quantization"):  # fmt: skip
+        assert word in said
+    assert "--max-num-seqs" not in said and read(text).dtype is None
+
+
+def test_the_users_own_options_come_first():
+    """Options and formats given beside the command override it; ranks go into the roofline that is used."""
+    text = SPELLINGS[0]
+    options = dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"}
+    plain, dtypes = study_options(text, options, [])
+    assert dtypes == ["fp8_e4m3"] and plain["cost"] == "roofline:4xh100" and plain["target"] == "org/target"
+    own, dtypes = study_options(
+        text,
+        options | {"target": "/here", "current_k": 7, "cost": "roofline:h200", "draft_sampling": "greedy"},
+        ["int8"],
+    )
+    assert (own["target"], own["draft"], own["current_k"], own["draft_sampling"]) == ("/here", "org/draft", 7, "greedy")
+    assert own["cost"] == "roofline:4xh200" and dtypes == ["int8"]
+    assert study_options(text, options | {"cost": "roofline:2xh200"}, [])[0]["cost"] == "roofline:2xh200"
+    with pytest.raises(SpecqError, match="--draft"):
+        study_options(PLAIN, options, [])
+    assert study_options(PLAIN, options | {"draft": "d"}, [])[0]["current_k"] == 0
+
+
+def test_secrets_are_not_kept():
+    """Keys and tokens become variables in what study.json keeps; other words are as they were."""
+    text = f"HF_TOKEN=hf_secret VLLM_API_KEY=$KEPT {PLAIN} --api-key sk-secret --port 80 -sc '{SPEC}'"
+    options = dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"}
+    kept = study_options(text, options, [])[0]["vllm_command"]
+    assert (
+        "secret" not in kept and "HF_TOKEN=$HF_TOKEN" in kept and "VLLM_API_KEY=$KEPT" in kept and "--port 80" in kept
+    )
+    assert read(kept).taken == read(text).taken
+
+
+def test_a_file_may_hold_the_command(tmp_path):
+    path = tmp_path / "serve.sh"
+    path.write_text("#!/bin/sh\n" + SPELLINGS[2])
+    assert read(text_of(str(path))).taken == TAKEN
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(SpecqError, match="UTF-8"):
+        text_of(str(path))
+    assert text_of("x" * 5000) and text_of("a\0b")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A finished study that started from a command; (its folder, what the terminal said)."""
+    root = tmp_path_factory.mktemp("server")
+    target, draft = save_model(root / "t", seed=1), save_model(root / "d", seed=1, num_hidden_layers=1)
+    prompts = write_prompts(root / "p.jsonl", 6)
+    spec = json.dumps({"model": str(draft), "num_speculative_tokens": 2})
+    command = f"vllm serve {target} --kv-cache-dtype fp8 --max-num-seqs 64 --quantization none -sc '{spec}'"
+    words = ["study", "--vllm-command", command, "--prompts", prompts, "--num-prompts", "6", "--output-tokens", "12",
+             "--prompt-tokens", "24", "--k-max", "4", "--out", str(root / "out"), "--quiet"]  # fmt: skip
+    done = CliRunner().invoke(cli.app, [str(w) for w in words], terminal_width=1000)
+    assert done.exit_code == 0, done.output
+    return root / "out", done.output
+
+
+def test_the_study_of_a_server_gives_its_command_back(server):
+    """Both lines are in recommendation.json, the terminal and the report; what was left out is among the warnings."""
+    out, said = server
+    rec = strict_json(next(out.glob("fp8*")) / "recommendation.json")
+    assert rec["current_num_speculative_tokens"] == 2 and rec["target_kv_dtype"] == "fp8_e4m3"
+    assert rec["sampling"]["draft_sampling"] == "greedy" and rec["sampling"]["draft_transform"] == "temperature"
+    now, then = rec["vllm"]["current_command"], rec["vllm"]["changed_command"]
+    assert now in said and then in said and "--max-num-seqs 64" in then
+    assert read(then).taken["target"] == read(now).taken["target"]
+    assert read(then).speculative.get("num_speculative_tokens", 0) == max(k for _, _, k in rec["recommended_schedule"])
+    assert any("--quantization" in w for w in rec["warnings"]) and any("does not state" in w for w in rec["warnings"])
+    page = next(out.glob("fp8*/report.html")).read_text()
+    assert "command line now" in page and "--max-num-seqs 64" in page
+
+
+def test_version_notes_are_only_for_those_who_gave_none():
+    options = dict.fromkeys(n for n in StudyConfig.model_fields if not n.endswith("sha256")) | {"pair": "tiny"}
+    options |= {"vllm_command": f"vllm serve x -sc '{SPEC}'", "target": None}
+    config = StudyConfig(vllm_command=options["vllm_command"])
+    assert len(notes(config)) == 1 and not notes(config.model_copy(update={"vllm_version": "0.24"}))
+    assert notes(StudyConfig()) == []
+    with pytest.raises(SpecqError):
+        resolve(options | {"vllm_command": "nonsense"}, [])
+
+
+PIECES = st.sampled_from(
+    ["vllm", "serve", "docker", "run", "vllm/vllm-openai:v0.24.0", "-m", "vllm.entrypoints.openai.api_server", "--model", "m",
+     "-tp", "2", "-sc", "--speculative-config", "--speculative-config.model", "-sc.a.b+", "--kv-cache-dtype", "fp8",
+     "--spec-tokens", "--override-generation-config", "'{\"top_k\": 1e999}'", f"'{SPEC}'", "'{}'", "null", "'",
+     '"', "\\\n", "#", "&&", ">", "=", "--api-key", "$X", "~/m", "{}", "--=", "-", "--", "--.", "-.=", "--attention-config", "'{\"backend\": 1}'"]
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.one_of(st.text(), st.lists(st.one_of(PIECES, st.text(max_size=6))).map(lambda p: "vllm serve m " + " ".join(p)))
+)
+@example("vllm serve m -sc.a 1 -sc.a.b 2")
+@example("vllm serve m --override-generation-config.top_k=" + "9" * 5000)
+def test_any_text_is_read_or_refused_in_one_line(text):
+    """Never a traceback; what is read once reads the same again from the line that is kept, and so does what is changed."""
+    try:
+        options, _ = study_options(text, {"draft": "d", "pair": "tiny"}, [])
+    except SpecqError as error:
+        assert "\n" not in str(error)
+        return
+    kept = options["vllm_command"]
+    assert {k: v for k, v in read(kept).taken.items()} == read(text).taken
+    assert read(kept).speculative == read(text).speculative
+    now, then = changed(kept, block())
+    assert read(now).taken == read(text).taken
+    assert read(then).speculative["num_speculative_tokens"] == 2
