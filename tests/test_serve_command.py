@@ -238,7 +238,8 @@ PIECES = st.sampled_from(
     ["vllm", "serve", "docker", "run", "vllm/vllm-openai:v0.24.0", "-m", "vllm.entrypoints.openai.api_server", "--model", "m",
      "-tp", "2", "-sc", "--speculative-config", "--speculative-config.model", "-sc.a.b+", "--kv-cache-dtype", "fp8",
      "--spec-tokens", "--override-generation-config", "'{\"top_k\": 1e999}'", f"'{SPEC}'", "'{}'", "null", "'",
-     '"', "\\\n", "#", "&&", ">", "=", "--api-key", "$X", "~/m", "{}", "--=", "-", "--", "--.", "-.=", "--attention-config", "'{\"backend\": 1}'"]
+     '"', "\\\n", "#", "&&", ">", "=", "--api-key", "$X", "~/m", "{}", "--=", "-",
+     "--", "--.", "-.=", "--attention-config", "'{\"backend\": 1}'"]
 )  # fmt: skip
 
 
