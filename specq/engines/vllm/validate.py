@@ -62,13 +62,15 @@ def workload(found: Finished, version: str, num_prompts: int | None, **options: 
     """The study's own prompts, sampling and pair as vLLM is to run them."""
     texts = found.material.main.texts[:num_prompts]
     facts = found.facts(found.config)
-    if not pairs.find(found.config.pair, found.config.target, found.config.draft).draft.is_model:
-        raise SpecqError("`specq validate` runs draft models; the draft of this study is none")
+    pair = pairs.find(found.config.pair, found.config.target, found.config.draft)
+    if pair.draft.source == pairs.SELF:
+        raise SpecqError("vLLM has no self-speculation, a target that drafts with a KV format of its own: nothing to run")
+    if pair.draft.source == pairs.NGRAM:
+        raise SpecqError("`specq validate` runs draft models; studies of n-gram lookup it cannot check yet")
     if facts.target_vocab != facts.draft_vocab:
         raise SpecqError(
             f"vLLM refuses draft_model pairs of unequal vocabulary size ({facts.target_vocab} and {facts.draft_vocab})"
         )
-    pair = pairs.find(found.config.pair, found.config.target, found.config.draft)
     limits = [s.max_positions for s in found.shapes if s.max_positions]
     return Workload(
         models=pairs.locate(pair),
