@@ -31,21 +31,21 @@ SPEC_OPTIONS = {"--spec-method": "method", "--spec-model": "model", "--spec-toke
 OVERRIDE, GENERATION = "--override-generation-config", "--generation-config"
 SAMPLED = {"temperature": (1.0, float), "top_p": (1.0, float), "top_k": (0, int)}  # vLLM's neutral values
 # Options without a value; for others that are not known here, a word after them that is no option is their value.
-FLAG = re.compile(
-    r"--(enable|disable|no|trust|use|allow|return|skip|enforce|async|calculate|headless|log|show)\b[\w-]*"
-)
+FLAG = re.compile(r"--(enable|disable|no|trust|use|allow|return|skip|enforce|async|calculate|headless)\b[\w-]*")
 OPERATORS = {"&&", "||", "|", ";", "&", "|&"}
 REDIRECTED = re.compile(r"(\d|&)?>>?(&?\d|\S*)|<+\S*")
 LAUNCHER = re.compile(r"vllm(?:(?:@|==)(?P<version>[\w.+-]+))?")
 IMAGE = re.compile(r"(?P<name>\S*vllm[\w./-]*)(?::(?P<tag>[\w.+-]+))?(?:@sha256:[0-9a-f]+)?")
 CONTAINER_FLAG = re.compile(r"--?(rm|it|ti|d|i|t|init|privileged|detach|interactive|tty)")
 OTHER_DRAFTS = re.compile(r"eagle|medusa|dflash|dspark|speculator", re.IGNORECASE)
-SECRET = re.compile(r"^(\w*(?:TOKEN|KEY|SECRET|PASSWORD)\w*)=(?!\$).+$", re.DOTALL)
+SECRET = re.compile(r"(^|=)(\w*(?:TOKEN|KEY|SECRET|PASSWORD)\w*)=(?!\$).+$", re.DOTALL)
+SECRETS = {"--api-key": "$VLLM_API_KEY", "--hf-token": "$HF_TOKEN"}
+SEVERAL = {"--api-key", "--served-model-name", "--lora-modules", "--middleware"}  # these take several words
 LONGEST_FILE = 1 << 20
 UNRELATED = {
-    "--host", "--port", "--api-key", "--served-model-name", "--uvicorn-log-level", "--disable-log-requests", "--seed",
-    "--gpu-memory-utilization", "--max-num-seqs", "--max-model-len", "--max-num-batched-tokens", "--enforce-eager",
-    "--enable-prefix-caching", "--no-enable-prefix-caching", "--trust-remote-code", "--tokenizer",
+    "--host", "--port", "--api-key", "--hf-token", "--served-model-name", "--uvicorn-log-level", "--seed",
+    "--disable-log-requests", "--gpu-memory-utilization", "--max-num-seqs", "--max-model-len", "--max-num-batched-tokens",
+    "--enforce-eager", "--enable-prefix-caching", "--no-enable-prefix-caching", "--trust-remote-code", "--tokenizer",
 }  # fmt: skip
 
 
@@ -79,7 +79,11 @@ class ServeCommand:
 
 
 def _fail(text: str) -> SpecqError:
-    return SpecqError(f"--vllm-command: {printable(text)}")
+    return SpecqError(_line(text))
+
+
+def _line(text: str) -> str:
+    return "--vllm-command: " + printable(" ".join(text.split()))
 
 
 def text_of(given: str) -> str:
@@ -111,9 +115,9 @@ def read(text: str) -> ServeCommand:
     made.taken["target"] = model
     _take_draft(made)
     _take_rest(made, by_name, version)
-    if loose[1 if "--model" not in by_name else 0 :]:
-        made.notes.append(f"not understood: {' '.join(loose[1 if '--model' not in by_name else 0 :])}")
-    made.notes[:] = [f"--vllm-command: {printable(n)}" for n in made.notes]
+    if beside := loose[0 if by_name.get("--model") else 1 :]:
+        made.notes.append(f"not understood: {' '.join(beside)}")
+    made.notes[:] = map(_line, made.notes)
     return made
 
 
@@ -172,8 +176,10 @@ def _parse(words: list[str], first: int, last: int) -> tuple[list[Option], list[
         if equals:
             options.append(Option(name, value, i, end))
         elif valued and not FLAG.fullmatch(name):
-            options.append(Option(name, words[end], i, end + 1))
-            end += 1
+            value, end = words[end], end + 1
+            while name in SEVERAL and end < last and not words[end].startswith("-"):
+                end += 1
+            options.append(Option(name, value, i, end))
         else:
             options.append(Option(name, None, i, end))
         i = end
@@ -263,6 +269,8 @@ def _take_draft(made: ServeCommand) -> None:
             " measured"
         )
     verify = config.pop("rejection_sample_method", "standard")
+    if verify == "synthetic":
+        raise _fail("acceptance of this server is synthetic, for timing: it says nothing about the pair")
     if verify != "standard":
         made.notes.append(
             f"rejection_sample_method {verify} is not modelled: the figures are those of standard verification"
@@ -338,7 +346,7 @@ def notes(config: StudyConfig) -> list[str]:
     if "vllm_version" in command.taken or config.vllm_version != StudyConfig.model_fields["vllm_version"].default:
         return command.notes
     said = f"it does not state vLLM's version: arguments are written for {config.vllm_version} (--vllm-version)"
-    return [*command.notes, f"--vllm-command: {said}"]
+    return [*command.notes, _line(said)]
 
 
 def study_options(text: str, options: Mapping[str, Any], dtypes: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -351,6 +359,9 @@ def study_options(text: str, options: Mapping[str, Any], dtypes: list[str]) -> t
     ranks = taken.pop("tensor_parallel", 1)
     if "draft" not in taken and "draft" not in given:
         raise _fail("this server does not speculate; name the draft model to consider with --draft")
+    for role in ("target", "draft"):
+        if role not in given and "$" in taken.get(role, ""):
+            raise _fail(f"variables are not expanded, and its {role} is {taken[role]}: give --{role}")
     if given.get("draft", taken.get("draft")) != "ngram":
         taken.pop("ngram", None)
     cost = given.get("cost", "roofline:h100")
@@ -366,11 +377,11 @@ def study_options(text: str, options: Mapping[str, Any], dtypes: list[str]) -> t
 
 def without_secrets(command: ServeCommand) -> list[str]:
     """The words with keys and tokens replaced by variables: the command is kept in files that are passed on."""
-    words = [SECRET.sub(r"\1=$\1", word) for word in command.words]
+    words: list[str | None] = [SECRET.sub(r"\1\2=$\2", word) for word in command.words]
     for option in command.options:
-        if option.name == "--api-key" and option.value:
-            words[option.end - 1] = "--api-key=$VLLM_API_KEY" if option.end - option.start == 1 else "$VLLM_API_KEY"
-    return words
+        if (instead := SECRETS.get(option.name)) and option.value:
+            words[option.start : option.end] = [f"{option.name}={instead}", *[None] * (option.end - option.start - 1)]
+    return [word for word in words if word is not None]
 
 
 def changed(text: str, block: VllmBlock) -> tuple[str, str]:

@@ -131,6 +131,7 @@ def test_ngram_and_vllms_defaults():
         (PLAIN + ' -sc \'{"method": "eagle3", "model": "d", "num_speculative_tokens": 3}\'', "import-metrics"),
         (PLAIN + ' -sc \'{"model": "yuhuili/EAGLE3-x", "num_speculative_tokens": 3}\'', "import-metrics"),
         (PLAIN + ' -sc \'{"model": "d", "num_speculative_tokens": 3}\' --spec-tokens 4', "both give"),
+        (PLAIN + " -sc.model d -sc.num_speculative_tokens 3 -sc.rejection_sample_method synthetic", "synthetic"),
         (f"{PLAIN} -sc '{SPEC}' -tp two", "whole number"),
         (f"{PLAIN} -sc '{SPEC}' --override-generation-config " + '\'{"temperature": "hot"}\'', "not a number"),
     ],
@@ -171,17 +172,24 @@ def test_the_users_own_options_come_first():
     with pytest.raises(SpecqError, match="--draft"):
         study_options(PLAIN, options, [])
     assert study_options(PLAIN, options | {"draft": "d"}, [])[0]["current_k"] == 0
+    with pytest.raises(SpecqError, match="give --target"):
+        study_options(text.replace("org/target", "$MODEL"), options, [])
+    assert study_options(text.replace("org/target", "$MODEL"), options | {"target": "t"}, [])[0]["target"] == "t"
 
 
 def test_secrets_are_not_kept():
     """Keys and tokens become variables in what study.json keeps; other words are as they were."""
-    text = f"HF_TOKEN=hf_secret VLLM_API_KEY=$KEPT {PLAIN} --api-key sk-secret --port 80 -sc '{SPEC}'"
+    text = f"HF_TOKEN=hf_secret VLLM_API_KEY=$KEPT {PLAIN} --api-key secret secret2 --hf_token=secret --port 80 -sc '{SPEC}'"
     options = dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"}
     kept = study_options(text, options, [])[0]["vllm_command"]
     assert (
         "secret" not in kept and "HF_TOKEN=$HF_TOKEN" in kept and "VLLM_API_KEY=$KEPT" in kept and "--port 80" in kept
     )
-    assert read(kept).taken == read(text).taken
+    assert read(kept).taken == read(text).taken and not any("secret" in n for n in read(text).notes)
+    docker = text.replace("HF_TOKEN=hf_secret", "docker run --env=HF_TOKEN=hf_secret").replace(
+        "vllm serve", "x/vllm --model"
+    )
+    assert "secret" not in study_options(docker, options, [])[0]["vllm_command"]
 
 
 def test_a_file_may_hold_the_command(tmp_path):
