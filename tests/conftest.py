@@ -31,7 +31,7 @@ from specq.kv.base import Codec, KVFormat
 from specq.models import load
 
 NEEDS_VLLM = ["test_vllm_engine.py"]
-collect_ignore = [] if importlib.util.find_spec("vllm") or os.environ.get("SPECQ_REQUIRE_VLLM") else NEEDS_VLLM
+collect_ignore = [] if importlib.util.find_spec("vllm") else NEEDS_VLLM
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -103,6 +103,8 @@ def main(request_path: str, result_path: str) -> None:
     if request.probe:
         from specq.engines.vllm import probe
 
+        for old in Path(os.environ["SPECQ_PROBE"]).glob("cycles-*.parquet"):
+            old.unlink()  # of an attempt that did not finish
         probe.register()  # the plugin's own call comes to nothing then; without an installed specq it never comes
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
