@@ -65,7 +65,7 @@ $(VLLM_READY): requirements-vllm.txt constraints.txt | $(READY)
 	@base=$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	    own=$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	    echo "import site; site.addsitedir('$$base')" > "$$own/specq-base.pth"
-	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements-vllm.txt
+	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps -r requirements-vllm.txt
 	@$(VLLM_VENV)/bin/python -c 'import vllm'
 	@touch $@
 
