@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specq import files, pairs, serve_command
+from specq import files, from_server, pairs
 from specq.checkpoint import auto_kv_format, fingerprint, open_checkpoint, read_json_object
 from specq.config import StudyConfig, file_digest, make_config, same_study
 from specq.errors import SpecqError, printable
@@ -21,7 +21,7 @@ from specq.vllm_options import parse_version
 def resolve(options: dict[str, Any], dtypes: list[str]) -> tuple[StudyConfig, dict[str, str]]:
     """(configuration, sub-directory per format name) from command-line options; None means not given."""
     if options.get("vllm_command") is not None:
-        options, dtypes = serve_command.study_options(serve_command.text_of(options["vllm_command"]), options, dtypes)
+        options, dtypes = from_server.study_options(from_server.text_of(options["vllm_command"]), options, dtypes)
     dtypes = dtypes or ["fp8"]
     pair = pairs.find(options["pair"], options["target"], options["draft"])
     names = format_names(pair, dtypes)
@@ -84,7 +84,7 @@ def study_command(
     share = _part(part)
     config, directories = resolve(options, dtypes)
     reporter = Reporter(quiet)
-    for note in serve_command.notes(config):
+    for note in from_server.notes(config):
         reporter.note(note)
     name = config.pair or pairs.find(None, config.target, config.draft).name
     name = "-".join([name, *directories.values(), *([f"part{share[0]}of{share[1]}"] if share[1] > 1 else [])])

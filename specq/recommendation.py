@@ -7,6 +7,7 @@ from specq import decision as decisions
 from specq.analysis import BASE, NULL, Analysis
 from specq.cost import CostModel
 from specq.decision import Decision, StudyFacts
+from specq.from_server import changed
 from specq.kv import KVFormat, get_format
 from specq.report.schema import (
     BreakEven,
@@ -20,7 +21,6 @@ from specq.report.schema import (
     Speedup,
     VllmBlock,
 )
-from specq.serve_command import changed
 from specq.verdicts import find_verdicts
 from specq.vllm_options import DRAFT_KV_CACHE_DTYPE_SINCE, parse_version, vllm_block
 

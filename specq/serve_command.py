@@ -1,6 +1,4 @@
-"""The command line of a running vLLM server: what a study takes over from it, and the same line changed by a recommendation.
-
-    specq study --vllm-command "vllm serve TARGET --speculative-config '{...}' ..."      or a file that holds it
+"""The command line of a running vLLM server, read as vLLM reads it.
 
 Spelling is vLLM's own (`FlexibleArgumentParser`, 0.24 and 0.32): `--opt value`, `--opt=value`, underscores for dashes, JSON
 keys with dots (`--speculative-config.model M`, `-sc.num_speculative_tokens=3`), the last of several counts, dotted keys
@@ -13,13 +11,10 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from specq.config import StudyConfig
 from specq.errors import SpecqError, first_line, printable
 from specq.kv import FORMATS
-from specq.report.schema import VllmBlock
 from specq.vllm_options import OLDEST
 
 SPECULATIVE, KV, BACKEND, ATTENTION = (
@@ -38,10 +33,7 @@ LAUNCHER = re.compile(r"vllm(?:(?:@|==)(?P<version>[\w.+-]+))?")
 IMAGE = re.compile(r"(?P<name>\S*vllm[\w./-]*)(?::(?P<tag>[\w.+-]+))?(?:@sha256:[0-9a-f]+)?")
 CONTAINER_FLAG = re.compile(r"--?(rm|it|ti|d|i|t|init|privileged|detach|interactive|tty)")
 OTHER_DRAFTS = re.compile(r"eagle|medusa|dflash|dspark|speculator", re.IGNORECASE)
-SECRET = re.compile(r"(^|=)(\w*(?:TOKEN|KEY|SECRET|PASSWORD)\w*)=(?!\$).+$", re.DOTALL)
-SECRETS = {"--api-key": "$VLLM_API_KEY", "--hf-token": "$HF_TOKEN"}
 SEVERAL = {"--api-key", "--served-model-name", "--lora-modules", "--middleware"}  # these take several words
-LONGEST_FILE = 1 << 20
 UNRELATED = {
     "--host", "--port", "--api-key", "--hf-token", "--served-model-name", "--uvicorn-log-level", "--seed",
     "--disable-log-requests", "--gpu-memory-utilization", "--max-num-seqs", "--max-model-len", "--max-num-batched-tokens",
@@ -78,26 +70,14 @@ class ServeCommand:
     notes: list[str] = field(default_factory=list)
 
 
-def _fail(text: str) -> SpecqError:
-    return SpecqError(_line(text))
+def fail(text: str) -> SpecqError:
+    """The exception that refuses a command, in one line."""
+    return SpecqError(line_of(text))
 
 
-def _line(text: str) -> str:
+def line_of(text: str) -> str:
+    """A sentence about the command, in one printable line."""
     return "--vllm-command: " + printable(" ".join(text.split()))
-
-
-def text_of(given: str) -> str:
-    """The command itself, or what the file of that name holds. Raises SpecqError for a file that cannot be read."""
-    try:
-        if not given.strip() or "\n" in given or not Path(given).is_file():
-            return given
-        if Path(given).stat().st_size > LONGEST_FILE:
-            raise _fail(f"{given} is too large for a command line")
-        return Path(given).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise _fail(f"{given} is not UTF-8 text") from None
-    except (OSError, ValueError):  # ValueError: a NUL in the path; OSError: too long for one, or not to be read
-        return given
 
 
 def read(text: str) -> ServeCommand:
@@ -110,14 +90,14 @@ def read(text: str) -> ServeCommand:
     model = by_name.get("--model") or (loose[0] if loose else None)
     if not model:
         more = "; what --config FILE holds is not read" if "--config" in by_name else ""
-        raise _fail(f"no model in it{more}")
+        raise fail(f"no model in it{more}")
     made = ServeCommand(words, first, last, options, model, _speculative(options))
     made.taken["target"] = model
     _take_draft(made)
     _take_rest(made, by_name, version)
     if beside := loose[0 if by_name.get("--model") else 1 :]:
         made.notes.append(f"not understood: {' '.join(beside)}")
-    made.notes[:] = map(_line, made.notes)
+    made.notes[:] = map(line_of, made.notes)
     return made
 
 
@@ -128,7 +108,7 @@ def _split(text: str) -> list[str]:
         words = shlex.split(joined)
         return [part for word in words for part in ((word[:-1], ";") if re.search(r"[^;];$", word) else (word,))]
     except ValueError as error:
-        raise _fail(f"cannot be split into words: {first_line(error)}; JSON needs '...' around it") from None
+        raise fail(f"cannot be split into words: {first_line(error)}; JSON needs '...' around it") from None
 
 
 def _ends(word: str) -> bool:
@@ -152,7 +132,7 @@ def _start(words: list[str]) -> tuple[int, str | None]:
             valued = before.startswith("-") and "=" not in before and not CONTAINER_FLAG.fullmatch(before)
             if found and i and not valued and not word.startswith("-") and "=" not in word:
                 return i + 1 + (words[i + 1 : i + 2] == ["serve"]), found["tag"]
-    raise _fail("no `vllm serve MODEL ...` in it, nor a container or module of vLLM's server")
+    raise fail("no `vllm serve MODEL ...` in it, nor a container or module of vLLM's server")
 
 
 def _name(word: str) -> str:
@@ -186,14 +166,14 @@ def _parse(words: list[str], first: int, last: int) -> tuple[list[Option], list[
     return options, loose
 
 
-def _object(option: str, text: str | None) -> dict[str, Any]:
+def json_object(option: str, text: str | None) -> dict[str, Any]:
     """A JSON object given to an option."""
     try:
         value = json.loads(text or "")
     except (ValueError, RecursionError) as error:
-        raise _fail(f"{option} is not JSON ({first_line(error)}); in a shell it needs '...' around it") from None
+        raise fail(f"{option} is not JSON ({first_line(error)}); in a shell it needs '...' around it") from None
     if not isinstance(value, dict):
-        raise _fail(f"{option} is not a JSON object")
+        raise fail(f"{option} is not a JSON object")
     return value
 
 
@@ -202,12 +182,12 @@ def _json_option(options: list[Option], name: str) -> dict[str, Any]:
     whole = [o for o in options if o.name == name]
     dotted = [o for o in options if o.name.startswith(name + ".")]
     if not dotted:
-        return _object(name, whole[-1].value) if whole else {}
+        return json_object(name, whole[-1].value) if whole else {}
     made: dict[str, Any] = {}
     for option in dotted:
         *path, last = option.name.removeprefix(name + ".").split(".")
         if option.value is None:
-            raise _fail(f"{option.name} has no value")
+            raise fail(f"{option.name} has no value")
         at = made
         for key in path:
             at = at.setdefault(key, {}) if isinstance(at.get(key, {}), dict) else {}
@@ -227,7 +207,7 @@ def _speculative(options: list[Option]) -> dict[str, Any]:
     for option in options:
         key = SPEC_OPTIONS.get(option.name)
         if key and key in config:
-            raise _fail(f"{option.name} and {SPECULATIVE} both give {key}, which vLLM refuses")
+            raise fail(f"{option.name} and {SPECULATIVE} both give {key}, which vLLM refuses")
         if key:
             config[key] = option.value
     return config
@@ -239,7 +219,7 @@ def _whole(value: Any, name: str, least: int) -> int:  # noqa: ANN401 - from JSO
     except ValueError:
         number = None
     if number is None or number < least:
-        raise _fail(f"{name} must be a whole number of at least {least}, not {str(value)[:60]!r}")
+        raise fail(f"{name} must be a whole number of at least {least}, not {str(value)[:60]!r}")
     return number
 
 
@@ -260,17 +240,15 @@ def _take_draft(made: ServeCommand) -> None:
         taken |= {"draft": model, "draft_transform": "temperature"}  # vLLM's drafts get the temperature alone
         taken["draft_sampling"] = config.pop("draft_sample_method", "greedy")
         if taken["draft_sampling"] not in ("greedy", "probabilistic"):
-            raise _fail(
-                f"draft_sample_method {str(taken['draft_sampling'])[:60]!r} is neither greedy nor probabilistic"
-            )
+            raise fail(f"draft_sample_method {str(taken['draft_sampling'])[:60]!r} is neither greedy nor probabilistic")
     else:
-        raise _fail(
+        raise fail(
             f"its drafts ({str(method or model)[:80]}) are not modelled; `specq import-metrics` reads what such a server"
             " measured"
         )
     verify = config.pop("rejection_sample_method", "standard")
     if verify == "synthetic":
-        raise _fail("acceptance of this server is synthetic, for timing: it says nothing about the pair")
+        raise fail("acceptance of this server is synthetic, for timing: it says nothing about the pair")
     if verify != "standard":
         made.notes.append(
             f"rejection_sample_method {verify} is not modelled: the figures are those of standard verification"
@@ -311,7 +289,7 @@ def _take_rest(made: ServeCommand, by_name: Mapping[str, str | None], version: s
             or not isinstance(value, (int, float))
             or not (kind is float or isinstance(value, int))
         ):
-            raise _fail(f"{OVERRIDE}: {name} is not a number: {str(value)[:60]!r}")
+            raise fail(f"{OVERRIDE}: {name} is not a number: {str(value)[:60]!r}")
         taken[name] = 0 if name == "top_k" and value == -1 else value
     if override:
         notes.append(f"of {OVERRIDE} not taken over: {', '.join(override)}")
@@ -338,91 +316,7 @@ def _take_version(made: ServeCommand, stated: str | None) -> None:
         made.notes.append(f"vLLM {found[0]} is older than {oldest}, the oldest one specq writes for")
 
 
-def notes(config: StudyConfig) -> list[str]:
-    """What of the configuration's command was not taken over; nothing where there is none."""
-    if config.vllm_command is None:
-        return []
-    command = read(config.vllm_command)
-    if "vllm_version" in command.taken or config.vllm_version != StudyConfig.model_fields["vllm_version"].default:
-        return command.notes
-    said = f"it does not state vLLM's version: arguments are written for {config.vllm_version} (--vllm-version)"
-    return [*command.notes, _line(said)]
-
-
-def study_options(text: str, options: Mapping[str, Any], dtypes: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """(study options, formats) with what the command says where the user's own `options` and `dtypes` say nothing.
-
-    Raises SpecqError where the server does not speculate and no draft is given.
-    """
-    command = read(text)
-    taken, given = dict(command.taken), {k: v for k, v in options.items() if v is not None}
-    ranks = taken.pop("tensor_parallel", 1)
-    if "draft" not in taken and "draft" not in given:
-        raise _fail("this server does not speculate; name the draft model to consider with --draft")
-    for role in ("target", "draft"):
-        if role not in given and "$" in taken.get(role, ""):
-            raise _fail(f"variables are not expanded, and its {role} is {taken[role]}: give --{role}")
-    if given.get("draft", taken.get("draft")) != "ngram":
-        taken.pop("ngram", None)
-    cost = given.get("cost", "roofline:h100")
-    if ranks > 1 and re.match(r"roofline:(?!\d+x)", cost):
-        given["cost"] = cost.replace("roofline:", f"roofline:{ranks}x", 1)
-    merged = {**dict.fromkeys(options), **taken, **given, "vllm_command": _shell(without_secrets(command))}
-    if merged.get("k_max") is None and merged["current_k"] > 16:
-        merged["k_max"] = merged["current_k"]
-    if not dtypes:
-        dtypes = [command.dtype] if command.dtype not in (None, "bf16") else ["fp8"]
-    return merged, dtypes
-
-
-def without_secrets(command: ServeCommand) -> list[str]:
-    """The words with keys and tokens replaced by variables: the command is kept in files that are passed on."""
-    words: list[str | None] = [SECRET.sub(r"\1\2=$\2", word) for word in command.words]
-    for option in command.options:
-        if (instead := SECRETS.get(option.name)) and option.value:
-            words[option.start : option.end] = [f"{option.name}={instead}", *[None] * (option.end - option.start - 1)]
-    return [word for word in words if word is not None]
-
-
-def changed(text: str, block: VllmBlock) -> tuple[str, str]:
-    """(the command as it is, the command with what `block` recommends), each in one line."""
-    command = read(text)
-    config = None
-    if block.speculative_config is not None:
-        own = {k: v for k, v in command.speculative.items() if k not in REPLACED}
-        config = own | block.speculative_config
-        if command.speculative.get("model") and block.speculative_config.get("method") == "draft_model":
-            config["model"] = command.speculative["model"]  # in the user's own words
-    arguments = block.serve_args
-    backend = arguments[arguments.index(BACKEND) + 1] if BACKEND in arguments else None
-    fresh = [KV, arguments[arguments.index(KV) + 1]]
-    if backend:
-        fresh += [BACKEND, backend]
-    if config:
-        fresh += [SPECULATIVE, json.dumps(config)]
-    out = {KV, SPECULATIVE, *SPEC_OPTIONS} | ({BACKEND, f"{ATTENTION}.backend"} if backend else set())
-    dropped: set[int] = set()
-    words = list(command.words)
-    for option in command.options:
-        if option.name in out or option.name.startswith(SPECULATIVE + "."):
-            dropped |= set(range(option.start, option.end))
-        elif option.name == ATTENTION and backend and option.value:  # refused beside --attention-backend
-            kept = {k: v for k, v in _object(ATTENTION, option.value).items() if k != "backend"}
-            if not kept:
-                dropped |= set(range(option.start, option.end))
-            joined = option.end - option.start == 1
-            words[option.end - 1] = f"{ATTENTION}={json.dumps(kept)}" if joined else json.dumps(kept)
-    middle = [words[i] for i in range(command.first, command.last) if i not in dropped]
-    after = [*words[: command.first], *middle, *fresh, *words[command.last :]]
-    return _shell(command.words), _shell(after)
-
-
-# What a recommendation decides anew; other keys of the user's speculative_config stay.
-REPLACED = {"method", "num_speculative_tokens", "draft_sample_method", "kv_cache_dtype", "model",
-            "num_speculative_tokens_per_batch_size", "prompt_lookup_min", "prompt_lookup_max"}  # fmt: skip
-
-
-def _shell(words: list[str]) -> str:
+def shell(words: list[str]) -> str:
     """Words as one shell line; operators stay operators, and words with variables stay expandable."""
     return " ".join(w if _ends(w) else _quoted(w) for w in words)
 

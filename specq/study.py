@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specq import __version__, analysis, files, pairs, recommendation, serve_command
+from specq import __version__, analysis, files, from_server, pairs, recommendation
 from specq.analysis import BASE, NULL, Analysis
 from specq.chain import edge_bias
 from specq.checkpoint import fingerprint
@@ -246,7 +246,7 @@ def run_study(
         watch.lap("cost")
         facts = gather_facts(config, pair, models, setting, formats, main, own)
         facts.warnings[None] += [*prompt_warnings(config, prompts, prompt_report), *work.notes]
-        facts.warnings[None] += serve_command.notes(config)
+        facts.warnings[None] += from_server.notes(config)
         study = Study(
             config, directories, pair, models, setting, prompts, prompt_report, main, own, facts, cost,
             timings=watch.seconds,

@@ -15,8 +15,9 @@ from specq import cli
 from specq.command import resolve
 from specq.config import StudyConfig
 from specq.errors import SpecqError
+from specq.from_server import changed, notes, study_options, text_of
 from specq.report.schema import VllmBlock
-from specq.serve_command import changed, notes, read, study_options, text_of
+from specq.serve_command import read
 
 SPEC = '{"model": "org/draft", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}'
 PLAIN = "vllm serve org/target"

@@ -1,0 +1,128 @@
+"""A study that starts from a running server: its command line taken over, and given back changed.
+
+    specq study --vllm-command "vllm serve TARGET --speculative-config '{...}' ..."      or a file that holds it
+
+`specq.serve_command` reads the line; here it becomes study options, and a recommendation becomes a line again.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specq.config import StudyConfig
+from specq.report.schema import VllmBlock
+from specq.serve_command import (
+    ATTENTION,
+    BACKEND,
+    KV,
+    SPEC_OPTIONS,
+    SPECULATIVE,
+    ServeCommand,
+    fail,
+    json_object,
+    line_of,
+    read,
+    shell,
+)
+
+SECRET = re.compile(r"(^|=)(\w*(?:TOKEN|KEY|SECRET|PASSWORD)\w*)=(?!\$).+$", re.DOTALL)
+SECRETS = {"--api-key": "$VLLM_API_KEY", "--hf-token": "$HF_TOKEN"}
+LONGEST_FILE = 1 << 20
+# What a recommendation decides anew; other keys of the user's speculative_config stay.
+REPLACED = {"method", "num_speculative_tokens", "draft_sample_method", "kv_cache_dtype", "model",
+            "num_speculative_tokens_per_batch_size", "prompt_lookup_min", "prompt_lookup_max"}  # fmt: skip
+
+
+def text_of(given: str) -> str:
+    """The command itself, or what the file of that name holds. Raises SpecqError for a file that cannot be read."""
+    try:
+        if not given.strip() or "\n" in given or not Path(given).is_file():
+            return given
+        if Path(given).stat().st_size > LONGEST_FILE:
+            raise fail(f"{given} is too large for a command line")
+        return Path(given).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise fail(f"{given} is not UTF-8 text") from None
+    except (OSError, ValueError):  # ValueError: a NUL in the path; OSError: too long for one, or not to be read
+        return given
+
+
+def study_options(text: str, options: Mapping[str, Any], dtypes: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """(study options, formats) with what the command says where the user's own `options` and `dtypes` say nothing.
+
+    Raises SpecqError where the server does not speculate and no draft is given.
+    """
+    command = read(text)
+    taken, given = dict(command.taken), {k: v for k, v in options.items() if v is not None}
+    ranks = taken.pop("tensor_parallel", 1)
+    if "draft" not in taken and "draft" not in given:
+        raise fail("this server does not speculate; name the draft model to consider with --draft")
+    for role in ("target", "draft"):
+        if role not in given and "$" in taken.get(role, ""):
+            raise fail(f"variables are not expanded, and its {role} is {taken[role]}: give --{role}")
+    if given.get("draft", taken.get("draft")) != "ngram":
+        taken.pop("ngram", None)
+    cost = given.get("cost", "roofline:h100")
+    if ranks > 1 and re.match(r"roofline:(?!\d+x)", cost):
+        given["cost"] = cost.replace("roofline:", f"roofline:{ranks}x", 1)
+    merged = {**dict.fromkeys(options), **taken, **given, "vllm_command": shell(without_secrets(command))}
+    if merged.get("k_max") is None and merged["current_k"] > 16:
+        merged["k_max"] = merged["current_k"]
+    if not dtypes:
+        dtypes = [command.dtype] if command.dtype not in (None, "bf16") else ["fp8"]
+    return merged, dtypes
+
+
+def notes(config: StudyConfig) -> list[str]:
+    """What of the configuration's command was not taken over; nothing where there is none."""
+    if config.vllm_command is None:
+        return []
+    command = read(config.vllm_command)
+    if "vllm_version" in command.taken or config.vllm_version != StudyConfig.model_fields["vllm_version"].default:
+        return command.notes
+    said = f"it does not state vLLM's version: arguments are written for {config.vllm_version} (--vllm-version)"
+    return [*command.notes, line_of(said)]
+
+
+def without_secrets(command: ServeCommand) -> list[str]:
+    """The words with keys and tokens replaced by variables: the command is kept in files that are passed on."""
+    words: list[str | None] = [SECRET.sub(r"\1\2=$\2", word) for word in command.words]
+    for option in command.options:
+        if (instead := SECRETS.get(option.name)) and option.value:
+            words[option.start : option.end] = [f"{option.name}={instead}", *[None] * (option.end - option.start - 1)]
+    return [word for word in words if word is not None]
+
+
+def changed(text: str, block: VllmBlock) -> tuple[str, str]:
+    """(the command as it is, the command with what `block` recommends), each in one line."""
+    command = read(text)
+    config = None
+    if block.speculative_config is not None:
+        own = {k: v for k, v in command.speculative.items() if k not in REPLACED}
+        config = own | block.speculative_config
+        if command.speculative.get("model") and block.speculative_config.get("method") == "draft_model":
+            config["model"] = command.speculative["model"]  # in the user's own words
+    arguments = block.serve_args
+    backend = arguments[arguments.index(BACKEND) + 1] if BACKEND in arguments else None
+    fresh = [KV, arguments[arguments.index(KV) + 1]]
+    if backend:
+        fresh += [BACKEND, backend]
+    if config:
+        fresh += [SPECULATIVE, json.dumps(config)]
+    out = {KV, SPECULATIVE, *SPEC_OPTIONS} | ({BACKEND, f"{ATTENTION}.backend"} if backend else set())
+    dropped: set[int] = set()
+    words = list(command.words)
+    for option in command.options:
+        if option.name in out or option.name.startswith(SPECULATIVE + "."):
+            dropped |= set(range(option.start, option.end))
+        elif option.name == ATTENTION and backend and option.value:  # refused beside --attention-backend
+            kept = {k: v for k, v in json_object(ATTENTION, option.value).items() if k != "backend"}
+            if not kept:
+                dropped |= set(range(option.start, option.end))
+            joined = option.end - option.start == 1
+            words[option.end - 1] = f"{ATTENTION}={json.dumps(kept)}" if joined else json.dumps(kept)
+    middle = [words[i] for i in range(command.first, command.last) if i not in dropped]
+    after = [*words[: command.first], *middle, *fresh, *words[command.last :]]
+    return shell(command.words), shell(after)
