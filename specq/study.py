@@ -317,7 +317,7 @@ def decide(study: Study, formats: Sequence[KVFormat]) -> None:
 
 
 def _native_fp8(config: StudyConfig) -> bool | None:
-    if config.device == "cuda":
+    if config.device != "cpu":
         import torch
 
         return torch.cuda.get_device_capability() >= (8, 9)
