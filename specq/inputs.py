@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from specq import parallel, pairs, placement, prompts, weights
+from specq import pairs, parallel, placement, prompts, weights
 from specq.config import RolloutConfig, RunConfig
 from specq.errors import SpecqError
 from specq.kv import KVFormat

@@ -139,6 +139,11 @@ class LoadedModel:
         return list(dict.fromkeys(p.device for p in self.model.parameters()))
 
     @property
+    def processes(self) -> int:
+        """How many processes share it."""
+        return self.share.size if self.share else 1
+
+    @property
     def backend(self) -> Backend:
         """What its attention and stores run through: the kernels where all of its devices have them."""
         shape = self.geometry
@@ -408,8 +413,10 @@ def load(
     """Load a model directory or a .gguf file with specq's attention; `examined` saves reading it twice.
 
     On a CPU it computes in float32, on a GPU in the checkpoint's dtype. `device` is cpu, cuda, or auto for all visible
-    GPUs, of which a small `draft` takes one. With a `share` this process keeps its part of the model. Raises SpecqError with the reason when the
-    directory holds no loadable causal LM, or quantized weights that would not run as they are.
+    GPUs, of which a small `draft` takes one. With a `share` this process keeps its part of the model.
+
+    Raises SpecqError with the reason when the directory holds no loadable causal LM, or quantized weights that would not run
+    as they are.
     """
     _prepare()
     examined = examined or examine(source)

@@ -110,9 +110,10 @@ class Share:
                 getattr(self, f"_{command}")(*arguments)
             except Exception as error:
                 if isinstance(error, (SpecqError, MemoryError, RuntimeError)):
-                    print(f"specq: process {self.rank}: {first_line(error)}", file=sys.stderr, flush=True)
+                    print(f"specq: process {self.rank}: {first_line(error)}", file=sys.stderr)
                 else:
                     traceback.print_exc()
+                sys.stderr.flush()
                 os._exit(SpecqError.exit_code)  # the others may wait for this one in a pass: no orderly end
 
     def stop(self, code: Any) -> None:  # noqa: ANN401

@@ -16,7 +16,9 @@ from specq.parallel import Share
 
 AUTO = "auto"
 ROOM = 0.9  # of a GPU's free memory that weights may take; the rest is for caches and activations
-WHOLE = 0.5  # of one GPU's free memory: a draft below it is not spread, since its steps are short and follow one another
+WHOLE = (
+    0.5  # of one GPU's free memory: a draft below it is not spread, since its steps are short and follow one another
+)
 
 
 def require(device: str) -> None:

@@ -193,6 +193,7 @@ def run_of(config: StudyConfig, directories: dict[str, str], models: Models, par
 
     weights = {role: _content(model, getattr(config, f"{role}_sha256")) for role, model in models.by_role.items()}
     versions = {"specq": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    versions["processes"] = str(models.target.processes)  # they add up in another order
     return Run(identity(config) | {"weights": weights}, config.model_dump(mode="json"), directories, versions, part)
 
 
