@@ -530,8 +530,8 @@ def _generation(
 class Vocabulary:
     """Sizes that must be told apart: ids the tokenizer knows, and the (padded) logits of each model.
 
-    Both distributions live on ids below `size`, the tokenizer's length capped by the target's logits; ids the draft has
-    no logit for get q = 0, ids beyond `size` are never emitted.
+    Both distributions live on ids below `size`, the tokenizer's length capped by the target's logits; ids beyond `size` are
+    never emitted. The draft has at least so many: it must be able to read what the target may emit.
     """
 
     size: int
@@ -543,8 +543,9 @@ class Vocabulary:
 def check_pair(target: Described, draft: Described) -> Vocabulary:
     """Common vocabulary of two models.
 
-    Raises SpecqError when their token maps differ, naming the first differing id and both strings, or when their
-    special tokens do. Models without tokenizers (random weights) share the ids both have logits for.
+    Raises SpecqError when their token maps differ, naming the first differing id and both strings, when their special
+    tokens do, and when the draft's embedding lacks ids that the target may emit. Models without tokenizers (random weights)
+    share the ids both have logits for.
     """
     if target.tokenizer is None or draft.tokenizer is None:
         size = min(target.geometry.vocab, draft.geometry.vocab)
@@ -565,4 +566,10 @@ def check_pair(target: Described, draft: Described) -> Vocabulary:
         if x != y:
             raise SpecqError(f"target and draft disagree on {name}: {x} and {y}; they need one tokenizer")
     length = len(target.tokenizer)
-    return Vocabulary(min(length, target.geometry.vocab), length, target.geometry.vocab, draft.geometry.vocab)
+    size = min(length, target.geometry.vocab)
+    if draft.geometry.vocab < size:
+        raise SpecqError(
+            f"the target may emit {size:,} ids and the draft's embedding has {draft.geometry.vocab:,}: it could not read id"
+            f" {draft.geometry.vocab} ({b.get(draft.geometry.vocab)!r})"
+        )
+    return Vocabulary(size, length, target.geometry.vocab, draft.geometry.vocab)

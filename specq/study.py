@@ -13,7 +13,7 @@ import numpy as np
 
 from specq import __version__, analysis, files, pairs, recommendation
 from specq.analysis import BASE, NULL, Analysis
-from specq.chain import edge_bias
+from specq.chain import EDGE_WARNING, edge_bias
 from specq.checkpoint import fingerprint
 from specq.conclude import Conclusion, Material, conclude
 from specq.config import DRAWS, StudyConfig, identity
@@ -47,7 +47,6 @@ from specq.shards import BLOCK, Run, workspace
 
 BF16 = get_format("bf16")
 SATURATION_WARNING = 1e-6  # share of saturated elements worth a word
-EDGE_WARNING = 0.02  # relative lift of mu by cut last cycles worth a word
 ROWS = 1 << 16  # rows of positions.parquet written at once
 GIVEN_TEXT_Z = 3.0  # beyond this, given responses were not sampled from the target
 
