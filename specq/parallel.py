@@ -217,6 +217,11 @@ class SharedCache(QuantizedCache):
         """See QuantizedCache; every rank holds as many heads."""
         return self.share.size * super().nbytes
 
+    @property
+    def bytes_per_token(self) -> float:
+        """See QuantizedCache."""
+        return self.share.size * super().bytes_per_token
+
     def saturated_per_layer(self) -> list[int]:
         """See QuantizedCache."""
         self.share.tell("on_cache", self.number, "saturated_per_layer")
