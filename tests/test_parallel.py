@@ -27,6 +27,7 @@ from specq.rollout import roll_out
 from specq.sampling import Transform
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
+forked = pytest.mark.skipif(torch.cuda.is_available(), reason="transformers would split the model over GPUs")
 
 
 def _process(rank, size, port, program, path):
@@ -92,6 +93,7 @@ def decode(model, fmt=FLOAT32, scales=None):
 KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3")
 
 
+@forked
 def test_split_model_gives_whole_logits(tmp_path):
     """Every architecture with a plan, KV heads on two ranks: ragged rows, rollback and selection give one process's logits to
     float32 rounding (the ranks' sums are added in another order), and the sizes and counts of the whole."""
@@ -107,6 +109,7 @@ def test_split_model_gives_whole_logits(tmp_path):
         assert counts == alone, kind
 
 
+@forked
 def test_static_scales_are_sliced_to_the_ranks_heads(tmp_path):
     """Per-head scales of a checkpoint (1 and 10) and calibrated scales per channel reach the heads they belong to; the range
     measured over the ranks is that of all heads, in order; saturated elements are counted over all heads."""
@@ -134,6 +137,7 @@ def test_static_scales_are_sliced_to_the_ranks_heads(tmp_path):
     assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(ranges, expected[2], strict=True))
 
 
+@forked
 def test_the_embedded_pair_split_over_two_processes(tiny_pair):
     """Rollout and replay of the embedded pair, the target on two ranks and the draft whole on rank 0: the same texts and
     cycles, alpha and log p to float32 rounding, and the bytes per token of the whole cache."""
@@ -159,6 +163,7 @@ def test_the_embedded_pair_split_over_two_processes(tiny_pair):
     assert whole == list(expected[4:])
 
 
+@forked
 def test_random_weights_are_made_in_shares():
     """No rank holds the whole of a split projection; parameters, shape and bytes per token are the whole model's."""
     config = CONFIGS["llama"](num_key_value_heads=2)
@@ -185,6 +190,7 @@ REFUSED = {
 }
 
 
+@forked
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_split_is_refused(tmp_path, kind):
     """A model without a plan, and fewer KV heads than processes: one sentence, exit code 2 on every rank."""
@@ -195,6 +201,7 @@ def test_what_cannot_be_split_is_refused(tmp_path, kind):
     assert not errors[1]  # rank 0 speaks for all
 
 
+@forked
 def test_device_auto_under_torchrun_is_refused(tmp_path):
     """--device auto is one process's way, torchrun another."""
     path = save_model(tmp_path / "m")
@@ -202,6 +209,7 @@ def test_device_auto_under_torchrun_is_refused(tmp_path):
     assert "--device auto" in found and codes == [2, 2]
 
 
+@forked
 def test_a_rank_that_fails_ends_all(tmp_path):
     """A pass that fails on rank 1 alone ends rank 0 with a sentence, and weights that rank 1 alone cannot read are refused by
     all: exit code 2, nobody waits."""
@@ -232,6 +240,7 @@ def _only_rank_0(source, share):
     return load(source, share=share)
 
 
+@forked
 def test_what_rank_0_drops_is_dropped_everywhere(tmp_path):
     """Caches that rank 0 no longer holds leave the other ranks' memory with the next word."""
     path = save_model(tmp_path / "m")
@@ -259,7 +268,7 @@ def test_torchrun_command_line(tmp_path):
     """`torchrun -m specq.cli rollout`: one answer printed, one directory written, whole sizes in it; and an impossible request
     is one sentence."""
     root = Path(__file__).parents[1]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{root / 'kernels'}"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{root}:{root / 'kernels'}"}
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run += [
         "-m",
