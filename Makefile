@@ -43,7 +43,7 @@ bench: $(READY)
 
 # on a machine with a CUDA GPU: the kernel tests on the hardware, and the kernel benchmark
 test-gpu:
-	@SPECQ_REQUIRE_GPU=1 TRITON_INTERPRET=0 PYTHONPATH=.:kernels $(PYTHON) -m pytest -p no:cacheprovider -o addopts= -q tests/test_kernels.py tests/test_paged.py tests/test_scoring.py $(ARGS)
+	@SPECQ_REQUIRE_GPU=1 TRITON_INTERPRET=0 PYTHONPATH=.:kernels $(PYTHON) -m pytest -p no:cacheprovider -o addopts= -q tests/test_kernels.py tests/test_paged.py tests/test_scoring.py tests/test_parallel.py $(ARGS)
 
 bench-kernels:
 	@PYTHONPATH=.:kernels:$(PYTHONPATH) $(PYTHON) -m specq_kernels.bench $(ARGS)

@@ -122,6 +122,9 @@ def survival(ends: np.ndarray, accepted: np.ndarray) -> np.ndarray:
     return accepted.sum(0) / ends.sum(0)[:, None]
 
 
+EDGE_WARNING = 0.02  # relative lift of mu by cut last cycles worth a word
+
+
 def edge_bias(emitted_per_cycle: float, positions: float) -> float:
     """Upper estimate of the relative lift of steady emitted by the cut last cycle: M / 2T.
 

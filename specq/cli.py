@@ -79,7 +79,7 @@ def study(
     context: Annotated[str | None, typer.Option(help="Context lengths; the first is the one decided for.")] = None,
     objective: Annotated[str | None, typer.Option(help="latency (default) or throughput.")] = None,
     max_ms_per_token: Annotated[float | None, typer.Option(help="Limit of the mean time per token, ms.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, or auto: all visible GPUs.")] = None,
     vllm_version: Annotated[str | None, typer.Option(help="vLLM version to write arguments for.")] = None,
     vllm_command: Annotated[
         str | None,
@@ -315,7 +315,7 @@ def rollout(
     draft_transform: Annotated[str | None, typer.Option(help="same, or temperature (as vLLM: no top-k/top-p).")] = None,
     query_dtype: Annotated[str | None, typer.Option(help="auto (as vLLM), bf16 or fp8.")] = None,
     calibrate: Annotated[str | None, typer.Option(help="Prompt file to take static scales from.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, or auto: all visible GPUs.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
     replay: Annotated[bool | None, typer.Option(help="Check against the replay of the emitted text.")] = None,
     out: Annotated[
@@ -378,6 +378,15 @@ def schema(name: Annotated[str, typer.Argument(help="recommendation or speculati
 def main() -> None:
     """Entry point: SpecqError becomes one message and its exit code (2), Ctrl-C one sentence and 130."""
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its own pool holds on to what a study has freed
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # torchrun, several processes
+        from specq import parallel
+
+        parallel.run(_run)
+    else:
+        _run()
+
+
+def _run() -> None:
     try:
         app()
     except SpecqError as error:

@@ -47,7 +47,7 @@ class RunConfig(BaseModel):
     query_dtype: Literal["auto", "bf16", "fp8"] = "auto"
     calibrate: str | None = None
     calibrate_sha256: str | None = None
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["cpu", "cuda", "auto"] = "cpu"
     seed: int = Field(0, ge=0)
 
     @field_validator("dtypes")

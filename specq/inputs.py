@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from specq import pairs, prompts, weights
+from specq import pairs, parallel, placement, prompts, weights
 from specq.config import RolloutConfig, RunConfig
 from specq.errors import SpecqError
 from specq.kv import KVFormat
@@ -45,9 +45,7 @@ class Models:
 def load_models(config: RunConfig, reporter: Reporter) -> tuple[pairs.Pair, Models]:
     """Find and load the pair, and check that its models can speak for one another."""
     pair = pairs.find(config.pair, config.target, config.draft)
-    if config.device == "cuda":
-        if not torch.cuda.is_available():
-            raise SpecqError("--device cuda: PyTorch sees no CUDA device here; use --device cpu")
+    placement.require(config.device)
     sides = {"target": pair.target} | ({"draft": pair.draft} if pair.draft.is_model else {})
     if config.random_weights:
         where = {role: side.source for role, side in sides.items()}
@@ -70,9 +68,14 @@ def load_models(config: RunConfig, reporter: Reporter) -> tuple[pairs.Pair, Mode
             )
 
     def made(role: str) -> LoadedModel:
+        draft, share = role == "draft", parallel.share()
         if config.random_weights:
-            return load_random(where[role], found[role].config, config.device, seed=role == "draft")
-        return load(where[role], config.device, found[role])
+            make, arguments = load_random, (where[role], found[role].config, config.device, int(draft))
+        else:
+            make, arguments = load, (where[role], config.device)
+        if share and not draft:
+            return share.load(make, arguments)
+        return make(*arguments, draft=draft, **({} if config.random_weights else {"examined": found[role]}))
 
     target = made("target")
     if pair.draft.source == pairs.NGRAM:

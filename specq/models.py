@@ -19,12 +19,13 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from specq import weights
+from specq import placement, weights
 from specq.checkpoint import GGUF, PLAIN, Checkpoint, open_checkpoint, read_json_object, staged
 from specq.errors import SpecqError, first_line
 from specq.kv import KVFormat, attention
 from specq.kv.cache import LayerScales, QuantizedCache, QuantizedLayer
 from specq.kv.paged import Backend, PagedLayer, kernel_backend
+from specq.parallel import Share
 from specq.shape import ModelShape, shape_of
 
 SAMPLING = ("temperature", "top_k", "top_p")
@@ -32,6 +33,7 @@ SAMPLING = ("temperature", "top_k", "top_p")
 UNMODELLED = {"repetition_penalty": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _GGUF_FILE = {"gguf_file": f"model{GGUF}"}  # as `staged` names it
 PLAIN_DTYPES = tuple(PLAIN.values())
+BACKENDS = ("torch", "triton", "cuda")  # from what runs everywhere to the fastest
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,8 @@ class LoadedModel:
     checkpoint: Checkpoint | None
     notes: list[str] = field(default_factory=list)
     cache_keyword: str = field(default="cache")
+    share: Share | None = None  # where processes share the model: this one's part in that
+    number: int = 0  # what it is called between them
 
     @property
     def shape(self) -> ModelShape:
@@ -126,14 +130,25 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where its inputs go."""
-        return self.model.device
+        """Where its inputs go, and where logits come back: its embedding's."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """All devices of this process that hold its weights; K and V of a layer lie where the layer does."""
+        return list(dict.fromkeys(p.device for p in self.model.parameters()))
+
+    @property
+    def processes(self) -> int:
+        """How many processes share it."""
+        return self.share.size if self.share else 1
 
     @property
     def backend(self) -> Backend:
-        """What its attention and stores run through."""
+        """What its attention and stores run through: the kernels where all of its devices have them."""
         shape = self.geometry
-        return kernel_backend(self.device, shape.head_dim, shape.heads // shape.kv_heads)
+        found = [kernel_backend(d, shape.head_dim, shape.heads // shape.kv_heads) for d in self.devices]
+        return min(found, key=lambda backend: BACKENDS.index(backend.name))
 
     def new_cache(
         self,
@@ -146,7 +161,8 @@ class LoadedModel:
     ) -> QuantizedCache:
         """An empty cache for `batch` rows of at most `capacity` tokens; `scales` replaces the checkpoint's."""
         layer = QuantizedLayer if self.backend.name == "torch" else PagedLayer
-        return QuantizedCache(fmt, scales or self.scales, batch, capacity, round_query, splits, layer)
+        arguments = (fmt, scales or self.scales, batch, capacity, round_query, splits)
+        return self.share.new_cache(self, arguments, layer) if self.share else QuantizedCache(*arguments, layer)
 
     @torch.inference_mode()
     def forward(
@@ -164,13 +180,14 @@ class LoadedModel:
         positions = (cache.lengths[:, None] + torch.arange(tokens.shape[1])).clamp(max=last)
         padded = isinstance(counts, torch.Tensor) and bool((counts < tokens.shape[1]).any())
         cache.rows.expect(counts if padded else None)
-        out = self.model(
-            input_ids=tokens.to(self.device),
-            position_ids=positions.to(self.device),
-            use_cache=True,
-            logits_to_keep=keep,
-            **{self.cache_keyword: cache},
-        )
+        with self.share.one_pass(self, cache, tokens, counts, keep) if self.share else nullcontext():
+            out = self.model(
+                input_ids=tokens.to(self.device),
+                position_ids=positions.to(self.device),
+                use_cache=True,
+                logits_to_keep=keep,
+                **{self.cache_keyword: cache},
+            )
         cache.advance(counts)
         return out.logits
 
@@ -285,14 +302,32 @@ def _refuse_implausible(checkpoint: Checkpoint, config: Any, geometry: Geometry)
         )
 
 
-def load_random(name: str, config: Any, device: str = "cpu", seed: int = 0) -> LoadedModel:  # noqa: ANN401
-    """A model of a transformers config with random weights and no tokenizer: for memory and step times, not for text."""
+def load_random(
+    name: str,
+    config: Any,  # noqa: ANN401
+    device: str = "cpu",
+    seed: int = 0,
+    draft: bool = False,
+    share: Share | None = None,
+) -> LoadedModel:
+    """A model of a transformers config with random weights and no tokenizer: for memory and step times, not for text.
+
+    The weights are made where they stay. `draft` and `share`: see `load`.
+    """
     _prepare()
     geometry = geometry_of(config)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    where = _placed(name, config, geometry, dtype, device, draft, share)
     torch.manual_seed(seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    try:
+        if where:
+            model = placement.build_random(config, dtype, attention.NAME, **where)
+        else:
+            with torch.device(device):
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    except (RuntimeError, ValueError, OSError) as error:  # memory that runs out, plans that do not fit
+        raise SpecqError(f"cannot build {name} with random weights: {first_line(error)}") from error
+    placement.refuse_left_over(name, model)
     return LoadedModel(
         name=name,
         model=model.eval().requires_grad_(False),
@@ -306,7 +341,23 @@ def load_random(name: str, config: Any, device: str = "cpu", seed: int = 0) -> L
         parameters=sum(p.numel() for p in model.parameters()),
         checkpoint=None,
         cache_keyword=_cache_keyword(model),
+        share=share,
     )
+
+
+def _placed(
+    name: str,
+    config: Any,  # noqa: ANN401
+    geometry: Geometry,
+    dtype: torch.dtype,
+    device: str,
+    draft: bool,
+    share: Share | None,
+) -> dict[str, Any]:
+    """What `from_pretrained` takes to put a model where it belongs; nothing for a single device."""
+    if share:
+        return placement.split(name, config, geometry, share, device)
+    return placement.spread(name, config, dtype, draft) if device == placement.AUTO else {}
 
 
 def _cache_keyword(model: torch.nn.Module) -> str:
@@ -352,11 +403,20 @@ def _quantization(examined: Examined, device: str) -> str | None:
     return method
 
 
-def load(source: str, device: str = "cpu", examined: Examined | None = None) -> LoadedModel:
+def load(
+    source: str,
+    device: str = "cpu",
+    examined: Examined | None = None,
+    draft: bool = False,
+    share: Share | None = None,
+) -> LoadedModel:
     """Load a model directory or a .gguf file with specq's attention; `examined` saves reading it twice.
 
-    On a CPU it computes in float32, on a GPU in the checkpoint's dtype. Raises SpecqError with the reason when the
-    directory holds no loadable causal LM, or quantized weights that would not run as they are.
+    On a CPU it computes in float32, on a GPU in the checkpoint's dtype. `device` is cpu, cuda, or auto for all visible
+    GPUs, of which a small `draft` takes one. With a `share` this process keeps its part of the model.
+
+    Raises SpecqError with the reason when the directory holds no loadable causal LM, or quantized weights that would not run
+    as they are.
     """
     _prepare()
     examined = examined or examine(source)
@@ -364,6 +424,11 @@ def load(source: str, device: str = "cpu", examined: Examined | None = None) -> 
     notes: list[str] = []
     dtype, own_dtype = _compute_dtype(checkpoint, device, notes)
     method = _quantization(examined, device)
+    where = _placed(source, config, geometry, dtype, device, draft, share)
+    if where and checkpoint.is_gguf:
+        raise SpecqError(f"{source} is a .gguf file, which can be loaded on one device only: give --device cpu or cuda")
+    if method and not where:
+        where = {"device_map": device}  # quantized weights must meet their device at once
     config.transformers_weights = None  # a file name of the checkpoint's choice
     kind = _GGUF_FILE if checkpoint.is_gguf else {"use_safetensors": True}
     try:
@@ -375,7 +440,7 @@ def load(source: str, device: str = "cpu", examined: Examined | None = None) -> 
                 dtype=dtype,
                 attn_implementation=attention.NAME,
                 output_loading_info=True,
-                device_map=device if method else None,  # quantized weights must meet their device at once
+                **where,
                 **kind,
                 **weights.LOCAL,
             )
@@ -387,12 +452,13 @@ def load(source: str, device: str = "cpu", examined: Examined | None = None) -> 
             f"the weights in {source} lack {len(missing)} tensors that config.json calls for, such as {missing[0]}; they would"
             " be random numbers"
         )
+    placement.refuse_left_over(source, model)
     quantizer = getattr(model, "hf_quantizer", None)
     if method and (quantizer is None or getattr(quantizer.quantization_config, "dequantize", False)):
         raise weights.dequantized(checkpoint, method, "transformers dequantized them all the same")
     _note_unused(checkpoint, geometry, info["unexpected_keys"], notes)
     model = model.eval().requires_grad_(False)
-    if method is None:
+    if not where:
         model = model.to(device)
     eos, sampling = _generation(examined, model, notes)
     return LoadedModel(
@@ -409,6 +475,7 @@ def load(source: str, device: str = "cpu", examined: Examined | None = None) -> 
         checkpoint=checkpoint,
         notes=notes,
         cache_keyword=_cache_keyword(model),
+        share=share,
     )
 
 
@@ -463,8 +530,8 @@ def _generation(
 class Vocabulary:
     """Sizes that must be told apart: ids the tokenizer knows, and the (padded) logits of each model.
 
-    Both distributions live on ids below `size`, the tokenizer's length capped by the target's logits; ids the draft has
-    no logit for get q = 0, ids beyond `size` are never emitted.
+    Both distributions live on ids below `size`, the tokenizer's length capped by the target's logits; ids beyond `size` are
+    never emitted. The draft has at least so many: it must be able to read what the target may emit.
     """
 
     size: int
@@ -476,8 +543,9 @@ class Vocabulary:
 def check_pair(target: Described, draft: Described) -> Vocabulary:
     """Common vocabulary of two models.
 
-    Raises SpecqError when their token maps differ, naming the first differing id and both strings, or when their
-    special tokens do. Models without tokenizers (random weights) share the ids both have logits for.
+    Raises SpecqError when their token maps differ, naming the first differing id and both strings, when their special
+    tokens do, and when the draft's embedding lacks ids that the target may emit. Models without tokenizers (random weights)
+    share the ids both have logits for.
     """
     if target.tokenizer is None or draft.tokenizer is None:
         size = min(target.geometry.vocab, draft.geometry.vocab)
@@ -498,4 +566,10 @@ def check_pair(target: Described, draft: Described) -> Vocabulary:
         if x != y:
             raise SpecqError(f"target and draft disagree on {name}: {x} and {y}; they need one tokenizer")
     length = len(target.tokenizer)
-    return Vocabulary(min(length, target.geometry.vocab), length, target.geometry.vocab, draft.geometry.vocab)
+    size = min(length, target.geometry.vocab)
+    if draft.geometry.vocab < size:
+        raise SpecqError(
+            f"the target may emit {size:,} ids and the draft's embedding has {draft.geometry.vocab:,}: it could not read id"
+            f" {draft.geometry.vocab} ({b.get(draft.geometry.vocab)!r})"
+        )
+    return Vocabulary(size, length, target.geometry.vocab, draft.geometry.vocab)

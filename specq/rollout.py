@@ -242,8 +242,9 @@ class _Clock:
 
 
 def _nan_error(role: str, made: Rollout, row: _Row, at: int) -> SpecqError:
+    cycle = row.cycles + 1 if row.emitted else 0  # as the log counts; prefill is before the first
     return SpecqError(
-        f"arm {made.arm.name}: the {role} gave NaN logits for prompt {row.prompt.id} in cycle {row.cycles} at draft position"
+        f"arm {made.arm.name}: the {role} gave NaN logits for prompt {row.prompt.id} in cycle {cycle} at draft position"
         f" {at + 1}"
     )
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from specq import __version__, analysis, files, from_server, pairs, recommendation
 from specq.analysis import BASE, NULL, Analysis
-from specq.chain import edge_bias
+from specq.chain import EDGE_WARNING, edge_bias
 from specq.checkpoint import fingerprint
 from specq.conclude import Conclusion, Material, conclude
 from specq.config import DRAWS, StudyConfig, identity
@@ -47,7 +47,6 @@ from specq.shards import BLOCK, Run, workspace
 
 BF16 = get_format("bf16")
 SATURATION_WARNING = 1e-6  # share of saturated elements worth a word
-EDGE_WARNING = 0.02  # relative lift of mu by cut last cycles worth a word
 ROWS = 1 << 16  # rows of positions.parquet written at once
 GIVEN_TEXT_Z = 3.0  # beyond this, given responses were not sampled from the target
 
@@ -193,6 +192,7 @@ def run_of(config: StudyConfig, directories: dict[str, str], models: Models, par
 
     weights = {role: _content(model, getattr(config, f"{role}_sha256")) for role, model in models.by_role.items()}
     versions = {"specq": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    versions["processes"] = str(models.target.processes)  # they add up in another order
     return Run(identity(config) | {"weights": weights}, config.model_dump(mode="json"), directories, versions, part)
 
 
@@ -318,7 +318,7 @@ def decide(study: Study, formats: Sequence[KVFormat]) -> None:
 
 
 def _native_fp8(config: StudyConfig) -> bool | None:
-    if config.device == "cuda":
+    if config.device != "cpu":
         import torch
 
         return torch.cuda.get_device_capability() >= (8, 9)

@@ -196,18 +196,28 @@ def environment(model: LoadedModel) -> dict:
         "system": f"{platform.system()} {platform.machine()}",
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _cpu_name(),
+        "device": _device_name(model),
+        "processes": model.processes,
     }
 
 
 def peak_memory(model: LoadedModel) -> dict[str, float]:
-    """Largest memory so far in GB: of this process, and of the GPU's tensors where there is one."""
+    """Largest memory so far in GB: of this process, and of the tensors on the fullest of its GPUs where it has any."""
     import torch
 
     out = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
     if model.device.type == "cuda":
-        out["gpu"] = torch.cuda.max_memory_allocated(model.device) / 1e9
+        out["gpu"] = max(torch.cuda.max_memory_allocated(d) for d in model.devices) / 1e9
     return out
+
+
+def _device_name(model: LoadedModel) -> str:
+    import torch
+
+    if model.device.type != "cuda":
+        return _cpu_name()
+    names = [torch.cuda.get_device_name(d) for d in model.devices] * model.processes
+    return names[0] if len(names) == 1 else f"{len(names)} x {names[0]}"
 
 
 def _cpu_name() -> str:

@@ -73,7 +73,7 @@ def dequantized(checkpoint: Checkpoint, method: str, reason: str) -> SpecqError:
 def _fp8_units(device: str) -> bool:
     import torch
 
-    return device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    return device != "cpu" and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def config_of_side(side: Any) -> Any:  # noqa: ANN401

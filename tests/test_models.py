@@ -86,6 +86,17 @@ def test_s12_different_token_maps_are_refused(tmp_path):
         check_pair(a, b)
 
 
+def test_a_draft_that_cannot_read_every_token_is_refused(tmp_path):
+    """One token map of 48 ids, and a draft whose embedding ends at 40: the target would emit ids that it cannot read."""
+    words = ["<s>", "</s>", "<pad>", *(f"w{i}" for i in range(3, VOCAB))]
+    target, draft = (
+        load(str(save_model(tmp_path / n, words=words, vocab_size=v))) for n, v in (("a", VOCAB), ("b", 40))
+    )
+    with pytest.raises(SpecqError, match=r"may emit 48 ids and the draft's embedding has 40: .* id 40 \('w40'\)"):
+        check_pair(target, draft)
+    assert check_pair(draft, target).size == 40
+
+
 def test_s12_different_special_tokens_are_refused(tmp_path):
     """S-12: the same token map with another EOS is no pair either."""
     a, b = (load(str(save_model(tmp_path / n))) for n in "ab")

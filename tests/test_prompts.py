@@ -363,6 +363,28 @@ def test_i10_exactly_one_bos_whatever_the_template_writes(tmp_path, tokenizer, t
         tokenizer.chat_template = None
 
 
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_q28_multi_turn_conversations_are_prompts(tmp_path, tokenizer, key):
+    """Q-28: a conversation of several turns is one prompt: all turns in order up to the last question, through the template,
+    with one BOS at its start though every turn opens with one; the last answer is the response; a limit keeps its end."""
+    say, who = ("content", "role") if key == "messages" else ("value", "from")
+    turns = [{who: r, say: w} for r, w in zip(["user", "assistant"] * 3, "abcdef", strict=True)]
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({key: turns}) + "\n" + json.dumps({key: turns[:3]}))
+    tokenizer.chat_template = "{{ bos_token }} {% for m in messages %}{{ m['content'] }} {% endfor %}h"
+    whole, asked = (0, 2, 3, 4, 5, 6, 9), (0, 2, 3, 4, 9)
+    try:
+        prompts, _ = encode(path, tokenizer, prompt_tokens=12)
+        assert {p.tokens for p in prompts} == {whole, asked}
+        prompts, _ = encode(path, tokenizer, prompt_tokens=4)
+        assert {p.tokens for p in prompts} == {(0, *whole[-3:]), (0, *asked[-3:])} and all(p.truncated for p in prompts)
+        raw, _ = encode(path, tokenizer, prompt_tokens=12, chat="raw")
+        assert {p.tokens for p in raw} == {whole[:-1], asked[:-1]}
+    finally:
+        tokenizer.chat_template = None
+    assert [r.response for r in read_records(path)[0]] == ["f", None]
+
+
 def test_a_line_of_20_mb_is_a_prompt(tmp_path, tokenizer):
     """A 20 MB line is read and cut to its end before it is tokenised; longer texts than the limit say they are truncated."""
     path = tmp_path / "p.jsonl"

@@ -317,13 +317,55 @@ def test_s23_a_draft_with_fewer_positions(tmp_path):
         assert max(positions) <= 31
 
 
-def test_s09_nan_names_arm_prompt_cycle_and_position(pair):
-    """S-09: a NaN row of the target's logits stops the rollout, naming where; so does one of the draft's."""
+@pytest.mark.parametrize("fmt", [FLOAT32, *FORMATS], ids=lambda f: f.name)
+def test_q28_the_second_turn_is_as_good_as_the_first(pair, scales, fmt):
+    """Q-28: a second turn, behind the first one's prompt and answer, is decoded from a prompt of both: its text is plain greedy
+    decoding of the whole conversation, its cycles count from 1 again, and the p of its tokens are those of the replay. A cache
+    that goes on from the first turn, rejected drafts and all, holds the codes of one that read the conversation at once."""
     target, draft = pair
-    where = r"arm fp8_e4m3\+bf16: the target gave NaN logits for prompt p1 in cycle 2 at draft position 3"
+    arm, cold = Arm.of(fmt, BF16), setting(Transform(0.0), scales=scales)
+    first = roll_out(target, draft, prompts_of(4), arm, cold, k=4, max_tokens=12)
+    conversations = [
+        Prompt(t.prompt.id, t.prompt.id, None, (*t.tokens, 1, 0, 9, 17 + i)) for i, t in enumerate(first.texts)
+    ]
+    second = roll_out(target, draft, conversations, arm, cold, k=4, max_tokens=12)
+    plain = sample_texts(target, conversations, fmt, transform=Transform(0.0), vocabulary=VOCAB, max_tokens=12, seed=0,
+                         arm="x", scales=scales.get(("target", fmt.name)))  # fmt: skip
+    assert [t.response for t in second.texts] == [t.response for t in plain]
+    assert min(second.log["cycle"]) == 1 and (second.cycles > 0).all()
+    warm = setting(scales=scales)
+    made = roll_out(target, draft, conversations, arm, warm, k=4, max_tokens=12)
+    replayed = score_texts(target, draft, made.texts, [arm], warm).arms[arm.name].columns
+    kept = [made.log["alpha"][(made.log["prompt"] == i) & (made.log["cycle"] == 1)][0] for i in range(4)]
+    begins = np.cumsum([0, *(t.positions for t in made.texts)])[:4]
+    assert kept == pytest.approx(replayed["alpha"][begins], abs=1e-4 if fmt is FLOAT32 else 0.05)
+
+    ids = torch.tensor([conversations[0].tokens])
+    turn = len(first.texts[0].tokens)
+    whole, parts = (target.new_cache(fmt, 1, 64, scales.get(("target", fmt.name))) for _ in "ab")
+    target.forward(ids, whole)
+    target.forward(ids[:, :5], parts)
+    target.forward(torch.tensor([[40, 41, 42]]), parts)
+    parts.rollback(torch.tensor([5]))
+    target.forward(ids[:, 5:turn], parts)
+    target.forward(ids[:, turn:], parts)
+    assert parts.lengths.tolist() == whole.lengths.tolist() == [ids.shape[1]]
+    held, flipped = ids.shape[1], 0.0 if fmt is FLOAT32 else 0.02
+    for a, b in zip(whole.layers, parts.layers, strict=True):
+        for x, y in zip(a.read(torch.float32), b.read(torch.float32), strict=True):
+            apart = (x[:, :, :held] - y[:, :, :held]).abs() / x.abs().amax()
+            assert apart.max() < 1 / 8  # pieces of another length may round to the next code, rarely and no further
+            assert (apart > 1e-5).float().mean() <= flipped
+
+
+def test_s09_nan_names_arm_prompt_cycle_and_position(pair):
+    """S-09: a NaN row of the target's logits stops the rollout, naming where, with the cycle's number in the log; so does one
+    of the draft's."""
+    target, draft = pair
+    where = r"arm fp8_e4m3\+bf16: the target gave NaN logits for prompt p1 in cycle 3 at draft position 3"
     for model, says in (
         (target, where),
-        (draft, r"arm fp8_e4m3\+bf16: the draft gave NaN logits for prompt p1 in cycle 0 at draft position 3"),
+        (draft, r"arm fp8_e4m3\+bf16: the draft gave NaN logits for prompt p1 in cycle 1 at draft position 3"),
     ):
         forward, calls = model.forward, [0]
 

@@ -80,6 +80,20 @@ def test_s23_a_short_draft_is_counted_apart(tmp_path):
     assert arm["replay"] is None
 
 
+def test_s23_a_block_that_jumps_over_the_end_of_the_drafts_positions(tmp_path):
+    """S-23: a twin of the target with 32 positions drafts up to its last one and the bonus token ends a text of 34: no cycle
+    was without a draft, yet the replay's draft could not read the text; there is none then, and no crash."""
+    target, draft = save_model(tmp_path / "t", seed=1), save_model(tmp_path / "d", seed=1, max_position_embeddings=32)
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt_token_ids": [0, *range(5, 32)]}))
+    out = run("rollout", "--target", target, "--draft", draft, "--prompts", "p.jsonl", "--num-prompts", "1", "--k", "4",
+              "--temperature", "0", "--prompt-tokens", "28", "--output-tokens", "6", "--out", "r", "--quiet",
+              "--dtype", "bf16", cwd=tmp_path)  # fmt: skip
+    assert out.returncode == 0, out.stderr
+    arm = strict_json(tmp_path / "r" / "rollout.json")["arms"]["bf16+bf16"]
+    assert arm["cycles_out_of_positions"] == 0 and arm["tokens"] == 6 and arm["replay"] is None
+    assert "short for K = 4: the cut last cycle lifts" in out.stdout
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

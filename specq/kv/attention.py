@@ -24,11 +24,12 @@ _SLIDING, _BOTH = sliding_window_overlay(1).__code__, and_masks(causal_mask_func
 
 
 class LazyMask:
-    """A mask that is built when attention knows each row's length; all layers of one kind share it in a forward pass."""
+    """A mask that is built when attention knows each row's length; all layers of one kind and device share it in a forward
+    pass."""
 
     def __init__(self, function: Callable, query_length: int) -> None:
         self.function, self.query_length = function, query_length
-        self._built: torch.Tensor | None = None
+        self._built: dict[torch.device, torch.Tensor] = {}
 
     @property
     def window(self) -> int | None:
@@ -49,14 +50,14 @@ class LazyMask:
         state, new = layer.rows, self.query_length
         if self.function is causal_mask_function and state.longest == 0:
             return None
-        if self._built is None:
+        if device not in self._built:
             lengths = state.lengths if state.uniform is None else state.lengths[:1]
             queries = (lengths[:, None] + torch.arange(new))[:, None, :, None].to(device)
             slots = torch.arange(state.longest + new, device=device)[None, None, None, :]
             rows = torch.arange(len(lengths), device=device)[:, None, None, None]
             allowed = self.function(rows, torch.zeros_like(rows), queries, slots)
-            self._built = allowed.expand(len(lengths), 1, new, state.longest + new)
-        return self._built
+            self._built[device] = allowed.expand(len(lengths), 1, new, state.longest + new)
+        return self._built[device]
 
 
 def mask(q_length: int, mask_function: Callable = causal_mask_function, **kwargs: object) -> LazyMask:

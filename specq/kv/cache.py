@@ -240,6 +240,10 @@ class QuantizedCache(Cache):
         """Elements beyond the static scale's range, per layer, K and V together, since creation."""
         return [int(layer.saturated) for layer in self.layers]
 
+    def whole(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors [1, kv_heads, ...] of all heads, where the cache holds a share of them (`specq.parallel`)."""
+        return parts
+
     def nonfinite(self) -> int:
         """NaN or infinite elements that the model asked to store, over all layers, since creation."""
         return sum(int(layer.nonfinite) for layer in self.layers)

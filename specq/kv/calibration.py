@@ -20,16 +20,17 @@ class KVRange:
 
     @classmethod
     def of(cls, cache: QuantizedCache) -> "KVRange":
-        """Of the tokens that a cache holds."""
-        parts, longest = {"k": [], "v": []}, cache.rows.longest
+        """Of the tokens that a cache holds, on the CPU."""
+        found, longest = [], cache.rows.longest
         beyond = torch.arange(longest) >= cache.lengths[:, None]
         for layer in cache.layers:
-            for part, x in zip("kv", layer.read(torch.float32), strict=True):
+            for x in layer.read(torch.float32):
                 x = x[:, :, :longest].abs()
                 if cache.rows.uniform is None:
                     x.masked_fill_(beyond.to(x.device)[:, None, :, None], 0.0)
-                parts[part].append(x.amax(dim=(0, 2), keepdim=True))
-        return cls(parts["k"], parts["v"])
+                found.append(x.amax(dim=(0, 2), keepdim=True).cpu())
+        found = cache.whole(found)
+        return cls(found[::2], found[1::2])
 
     def join(self, other: "KVRange | None") -> "KVRange":
         """The largest of both."""
