@@ -293,14 +293,16 @@ def rollout(
         Path | None, typer.Option(help="Output directory; default runs/rollout-<pair>-<dtype>-k<K>.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a rollout of another configuration.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted rollout.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, for logs.")] = False,
 ) -> None:
     """Decode speculatively for real, over quantized caches, and log every drafted token."""
     from specq.rollout_command import rollout_command
 
-    options = {n: v for n, v in locals().items() if n not in ("out", "overwrite", "quiet", "dtype", "rollout_command")}
+    how = ("out", "overwrite", "resume", "quiet", "dtype", "rollout_command")
+    options = {n: v for n, v in locals().items() if n not in (*how, "how")}
     options["ngram"] = _numbers(ngram, "--ngram")
-    rollout_command(options, dtype or ["fp8"], out, overwrite, quiet)
+    rollout_command(options, dtype or ["fp8"], out, overwrite=overwrite, resume=resume, quiet=quiet)
 
 
 @app.command()

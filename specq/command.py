@@ -65,6 +65,12 @@ def fingerprints(pair: pairs.Pair, random_weights: bool) -> dict[str, str]:
     return found
 
 
+def refuse_both(overwrite: bool, resume: bool) -> None:
+    """Raises SpecqError for two wishes that contradict each other."""
+    if overwrite and resume:
+        raise SpecqError("--resume continues what is there and --overwrite discards it; give one of them")
+
+
 def study_command(
     options: dict[str, Any],
     dtypes: list[str],
@@ -76,8 +82,7 @@ def study_command(
     quiet: bool = False,
 ) -> None:
     """Run a study, or show the finished one when its directory already holds this very configuration."""
-    if overwrite and resume:
-        raise SpecqError("--resume continues what is there and --overwrite discards it; give one of them")
+    refuse_both(overwrite, resume)
     share = _part(part)
     config, directories = resolve(options, dtypes)
     name = config.pair or pairs.find(None, config.target, config.draft).name
@@ -135,13 +140,13 @@ def _finished(out: Path, config: StudyConfig, share: tuple[int, int]) -> bool:
         raise SpecqError(
             f"{out} holds a study of another configuration; choose another --out, or --overwrite to replace it"
         )
-    if not whole:
-        _tell_part(out)
-        return True
-    if (out / "run.json").is_file():  # killed between renaming and tidying up
+    if (out / "run.json").is_file():  # killed between renaming and tidying up, or a part, which stays as it is
         from specq.shards import tidy
 
         tidy(out)
+    if not whole:
+        _tell_part(out)
+        return True
     directories = finished["directories"]
     if not all((out / d / "report.html").is_file() for d in directories.values()):
         from specq.study import draw

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from specq.prompts import Text
 
-STUDY = "study.json"
+STUDY = "study"  # what a directory is unless said otherwise; its summary is study.json
 
 
 def finite(value: Any) -> Any:  # noqa: ANN401 - any JSON value
@@ -91,13 +91,13 @@ def from_arrow(column: "pa.ChunkedArray") -> np.ndarray:
     return flat.reshape(-1, column.type.list_size)
 
 
-def refuse_foreign(out: Path, summary: str = STUDY) -> None:
-    """Raises SpecqError when `out` holds something else than what `summary` belongs to, which nothing here may replace."""
-    ours = (STUDY, "run.json") if summary == STUDY else (summary,)  # a part of a study is its pieces
+def refuse_foreign(out: Path, kind: str = STUDY) -> None:
+    """Raises SpecqError when `out` holds something else than a `kind`, known by <kind>.json: nothing here may replace it."""
+    ours = (f"{kind}.json", *(["run.json"] if kind == STUDY else []))  # a part of a study is its pieces
     if not out.exists() or any((out / name).is_file() for name in ours):
         return
     if not out.is_dir() or any(out.iterdir()):
-        raise SpecqError(f"{out} exists and is no {Path(summary).stem}; choose another --out")
+        raise SpecqError(f"{out} exists and is no {kind}; choose another --out")
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def sole_writer(out: Path) -> Iterator[None]:
         except OSError:
             same = False
         if not same:
-            raise SpecqError(f"another study is being written to {out}; wait for it or choose another --out")
+            raise SpecqError(f"another run is being written to {out}; wait for it or choose another --out")
         try:
             yield
         finally:
@@ -125,32 +125,22 @@ def sole_writer(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole_directory(out: Path, overwrite: bool, summary: str = STUDY) -> Iterator[Path]:
-    """For short work: a directory `<out>.partial/` that is renamed to `out` when the block ends well, and removed if not.
-
-    `overwrite` replaces its own kind only, known by the file `summary`: any other directory that holds something is refused.
-    """
-    refuse_foreign(out, summary)
+def whole_directory(out: Path) -> Iterator[Path]:
+    """For short work: a directory `<out>.partial/` that is renamed to `out` when the block ends well, and removed if not."""
+    refuse_foreign(out)
     partial = out.with_name(out.name + ".partial")
     with sole_writer(out):
         if (partial / "run.json").is_file():
-            raise SpecqError(f"{partial} holds an interrupted study; finish it with --resume or choose another --out")
+            raise SpecqError(f"{partial} holds an interrupted run; finish it with --resume or choose another --out")
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
             yield partial
-            replace_directory(partial, out, overwrite)
+            os.replace(partial, out)
         except OSError as error:
             raise SpecqError(f"cannot write to {partial}: {error.strerror or error}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def replace_directory(partial: Path, out: Path, overwrite: bool) -> None:
-    """Rename `partial` to `out`; with `overwrite`, in the place of what was there."""
-    if out.exists() and overwrite:
-        shutil.rmtree(out)
-    os.replace(partial, out)
 
 
 def write_texts(path: Path, texts: "Sequence[Text]") -> None:

@@ -41,7 +41,7 @@ def tune_command(folder: Path, changes: Mapping[str, Any], mix: str | None, out:
             raise SpecqError(f"{out} exists and is not empty; choose another --out")
     found = conclude(facts, formats, finished.material, cost, shares)
     if out is not None:
-        with files.whole_directory(out, overwrite=False) as partial:
+        with files.whole_directory(out) as partial:
             write(partial, finished, facts, cost, found)
     console = Console(highlight=False)
     for name, conclusion in found.items():

@@ -2,13 +2,11 @@
 
 import json
 import os
-import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-import traceback
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import VOCAB, save_model
+from interruptions import forked, interrupted_after, killed_at_random, one_thread, raising  # noqa: F401
 
 from specq import files, finished, measure, outliers, shards, study
 from specq.command import merge_command, resolve, study_command
@@ -23,7 +22,7 @@ from specq.config import StudyConfig
 from specq.errors import Interrupted, SpecqError
 from specq.memory import Fits, is_out_of_memory
 from specq.progress import Reporter
-from specq.shards import Piece, Run, partial_of, workspace
+from specq.shards import Piece, Run, workspace
 
 QUIET = Reporter(quiet=True)
 KILLS = 20
@@ -72,94 +71,18 @@ def alone(pair, tmp_path_factory):
     return data(out)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """A forked process has no threads of its parent's pool; with one thread it asks for none."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def forked(work):
-    """Exit status of `work()` in a forked process: 0, 1 after an exception, or minus the signal that killed it."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def counting_calls(limit=None, told=None):
-    """Count calls of Python functions and C functions; at `limit` the process kills itself as kill -9 would."""
-    seen = 0
-
-    def profile(frame, event, arg):
-        nonlocal seen
-        seen += 1
-        if seen == limit:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.setprofile(profile)
-    yield
-    sys.setprofile(None)
-    if told is not None:
-        told.write_text(str(seen))
-
-
 def test_killed_at_20_random_moments_and_resumed_gives_the_same_bytes(pair, alone, tmp_path):
     """kill -9 at 20 random function calls (of all those of a run, writing and renaming included): every continued study
     ends with the parquet files of the one left alone, byte for byte, and leaves nothing else behind."""
 
-    def whole(out, resume, limit=None, told=None):
-        counter = counting_calls(limit, told)
-        next(counter)
+    def whole(out, resume):
         study_command(options(pair), ["fp8"], out, resume=resume, quiet=True)
-        next(counter, None)
 
-    assert forked(lambda: whole(tmp_path / "count", False, told=tmp_path / "calls")) == 0
-    calls, rng = int((tmp_path / "calls").read_text()), random.Random(7)
-    killed = finished = kept = 0
-    while killed < KILLS:
-        out = tmp_path / f"study{finished}"
-        status = forked(lambda out=out: whole(out, True, limit=rng.randrange(1, calls)))
-        rng.random()  # the child drew on a copy
-        if status == -signal.SIGKILL:
-            killed += 1
-            kept += shards.count(partial_of(out)) > 0
-            continue
-        assert status == 0 and data(out) == alone
-        finished += 1
-    last = tmp_path / f"study{finished}"
-    assert forked(lambda: whole(last, True)) == 0
-    assert data(last) == alone and kept > KILLS / 4
-    assert {p.name for p in last.iterdir()} == {"fp8", "positions.parquet", "texts.parquet", "study.json"}
+    def checked(out):
+        assert data(out) == alone
+        assert {p.name for p in out.iterdir()} == {"fp8", "positions.parquet", "texts.parquet", "study.json"}
 
-
-def interrupted_after(monkeypatch, pieces, how):
-    """Let `how()` happen before the piece with this number is written."""
-    write, seen = shards.Shards._write, []
-
-    def counted(self, path, piece):
-        if len(seen) == pieces:
-            how()
-        seen.append(path.name)
-        write(self, path, piece)
-
-    monkeypatch.setattr(shards.Shards, "_write", counted)
-
-
-def raising(error):
-    def how():
-        raise error
-
-    return how
+    assert killed_at_random(KILLS, whole, tmp_path, checked) > KILLS / 4
 
 
 def test_ctrl_c_says_one_sentence_and_resume_continues(pair, alone, tmp_path, monkeypatch):
@@ -382,11 +305,11 @@ def test_a_second_study_into_the_same_directory_is_refused(tmp_path):
     out = tmp_path / "out"
     (tmp_path / "out.partial").mkdir()
     with workspace(out, an_empty_run(), QUIET) as work:
-        with pytest.raises(SpecqError, match="another study is being written"), workspace(out, an_empty_run(), QUIET):
+        with pytest.raises(SpecqError, match="another run is being written"), workspace(out, an_empty_run(), QUIET):
             pass
 
         def other():
-            with pytest.raises(SpecqError, match="another study is being written"), files.sole_writer(out):
+            with pytest.raises(SpecqError, match="another run is being written"), files.sole_writer(out):
                 pass
 
         assert forked(other) == 0
