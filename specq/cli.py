@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -348,8 +350,17 @@ def schema(name: Annotated[str, typer.Argument(help="recommendation or speculati
     typer.echo(json.dumps(SCHEMAS[name].model_json_schema(), indent=2))
 
 
+def _not_lost(raised: "sys.UnraisableHookArgs") -> None:
+    """Ctrl-C that Python delivers inside a finalizer is dropped there, with a traceback: send it again, a moment later."""
+    if isinstance(raised.exc_value, KeyboardInterrupt):
+        threading.Timer(0.01, signal.raise_signal, [signal.SIGINT]).start()
+    else:
+        sys.__unraisablehook__(raised)
+
+
 def main() -> None:
     """Entry point: SpecqError becomes one message and its exit code (2), Ctrl-C one sentence and 130."""
+    sys.unraisablehook = _not_lost
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its own pool holds on to what a study has freed
     try:
         app()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -20,6 +19,7 @@ from specq.command import fingerprints, format_names, refuse_both
 from specq.config import RolloutConfig, make_config, same_study
 from specq.errors import SpecqError
 from specq.progress import Reporter
+from specq.terminal import Terminal
 
 KIND = "rollout"
 SUMMARY = f"{KIND}.json"
@@ -64,7 +64,7 @@ def rollout_command(
             )
         tidy(out, KIND)  # it may have been killed between renaming and tidying up
     else:
-        refuse_mixing(out, lambda old: same_study(config, old["configuration"]), overwrite, resume, KIND)
+        refuse_mixing(out, lambda old: same_study(config, old.configuration), overwrite, resume, KIND)
         run_rollouts(config, out, overwrite, Reporter(quiet), resume=resume)
     show(out)
 
@@ -223,7 +223,7 @@ def _agreement_block(a: Any) -> dict:  # noqa: ANN401
 
 def show(out: Path) -> None:
     """Print every arm's figures and the paths of the files."""
-    console, found = Console(highlight=False), files.read_json(out / SUMMARY)
+    console, found = Terminal(), files.read_json(out / SUMMARY)
     for name, b in found["arms"].items():
         table = Table(show_header=False, box=None, pad_edge=False)
         table.add_column(style="bold", no_wrap=True)

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import BaseModel, Field, ValidationError
 
 from specq import files
 from specq.errors import Interrupted, SpecqError
@@ -195,13 +196,23 @@ def partial_of(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
-def read_run(folder: Path) -> dict[str, Any] | None:
+class Described(BaseModel):
+    """run.json, which may come from another machine: `directories` are names beside it and lead nowhere else."""
+
+    study: str
+    configuration: dict[str, Any]
+    directories: dict[str, Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")]]
+    versions: dict[str, str]
+    part: tuple[int, int]
+    kind: str = files.STUDY
+
+
+def read_run(folder: Path) -> Described | None:
     """run.json of a directory of pieces, None where there is none that can be read."""
     try:
-        run = files.read_json(folder / "run.json")
-    except SpecqError:
+        return Described.model_validate(files.read_json(folder / "run.json"))
+    except (SpecqError, ValidationError):
         return None
-    return run if isinstance(run, dict) and {"study", "configuration", "part", "versions"} <= run.keys() else None
 
 
 def count(folder: Path) -> int:
@@ -210,7 +221,7 @@ def count(folder: Path) -> int:
 
 
 def refuse_mixing(
-    out: Path, same: Callable[[dict[str, Any]], bool], overwrite: bool, resume: bool, kind: str = files.STUDY
+    out: Path, same: Callable[[Described], bool], overwrite: bool, resume: bool, kind: str = files.STUDY
 ) -> None:
     """Raises SpecqError when `<out>.partial/` holds work that this run must not touch.
 
@@ -231,7 +242,7 @@ def refuse_mixing(
         )
     if not same(run):
         raise SpecqError(
-            f"{partial} holds {_pieces(pieces)} of an interrupted {run.get('kind', files.STUDY)} of another configuration;"
+            f"{partial} holds {_pieces(pieces)} of an interrupted {run.kind} of another configuration;"
             " choose another --out, or --overwrite to discard them"
         )
     if not resume:
@@ -243,18 +254,14 @@ def refuse_mixing(
 def _refuse_other_ways(partial: Path, run: Run) -> None:
     """The same study, but pieces that would not be the same."""
     old = read_run(partial)
-    changed = [
-        f"{k} {old['versions'].get(k)} then, {v} now" for k, v in run.versions.items() if old["versions"].get(k) != v
-    ]
+    changed = [f"{k} {old.versions.get(k)} then, {v} now" for k, v in run.versions.items() if old.versions.get(k) != v]
     if changed:
         raise SpecqError(
             f"{partial} was begun under other versions ({', '.join(changed)}), which may differ in last bits; continue it under"
             " those, or --overwrite to start anew"
         )
-    if old["part"] != list(run.part):
-        raise SpecqError(
-            f"{partial} holds part {old['part'][0]} of {old['part'][1]} of this study; choose another --out"
-        )
+    if old.part != run.part:
+        raise SpecqError(f"{partial} holds part {old.part[0]} of {old.part[1]} of this study; choose another --out")
 
 
 @contextmanager
@@ -278,7 +285,7 @@ def workspace(
         raise SpecqError(f"{out} holds a {run.kind} already; choose another --out, or --overwrite to replace it")
     partial = partial_of(out)
     with files.sole_writer(out):
-        refuse_mixing(out, lambda old: old["study"] == run.digest, overwrite, resume or bool(sources), run.kind)
+        refuse_mixing(out, lambda old: old.study == run.digest, overwrite, resume or bool(sources), run.kind)
         if count(partial) and not overwrite:
             _refuse_other_ways(partial, run)
         with _keeping(partial, out, borrowed=bool(sources) and not count(partial)):

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from specq.finished import Finished, load, reconfigured
 from specq.kv import get_format
 from specq.mixtures import GroupChoice, lonely_groups
 from specq.sensitivity import sensitivity
+from specq.terminal import Terminal
 from specq.tune import pays, quantile_interval, tokens_ratio
 
 
@@ -43,7 +43,7 @@ def tune_command(folder: Path, changes: Mapping[str, Any], mix: str | None, out:
     if out is not None:
         with files.whole_directory(out) as partial:
             write(partial, finished, facts, cost, found)
-    console = Console(highlight=False)
+    console = Terminal()
     for name, conclusion in found.items():
         console.rule(escape(f"{facts.pair}: {name} against BF16"), align="left")
         console.print(answer_table(conclusion.recommendation))
