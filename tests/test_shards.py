@@ -295,6 +295,85 @@ def test_pieces_of_other_studies_are_never_mixed_in(pair, tmp_path, monkeypatch)
     assert (tmp_path / "b" / "study.json").is_file()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"directories": {"fp8_e4m3": "../../evil"}},
+        {"directories": {"fp8_e4m3": "/evil"}},
+        {"directories": {"fp8_e4m3": ".."}},
+        {"directories": {"int8": "fp8"}},
+        {"directories": {}},
+        {"versions": None},
+        {"part": "x"},
+        {"configuration": 3},
+        {"configuration": {}},
+        {"configuration": {"target": 7}},
+        {"study": None},
+    ],
+    ids=json.dumps,
+)
+def test_run_json_of_another_machine_is_not_trusted(pair, tmp_path, changes):
+    """A part whose run.json was damaged or made to lead out of the study is refused in a sentence, and so is resuming it."""
+    part = tmp_path / "p"
+    (part / "shards").mkdir(parents=True)
+    (part / "shards" / "texts-bf16-0000000.parquet").write_bytes(b"")
+    config, directories = resolve(options(pair), ["fp8"])
+    whole = {"study": "0", "configuration": config.model_dump(mode="json"), "directories": directories, "versions": {},
+             "part": [1, 2]}  # fmt: skip
+    (part / "run.json").write_text(json.dumps(whole | changes))
+    with pytest.raises(SpecqError):
+        merge_command(tmp_path / "whole", [part], {}, False, True)
+    part.rename(tmp_path / "out.partial")
+    with pytest.raises(SpecqError):
+        study_command(options(pair), ["fp8"], tmp_path / "out", resume=True, quiet=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["out.partial"]
+
+
+def test_ctrl_c_while_a_whole_run_is_tidied_says_so(tmp_path, monkeypatch):
+    """The study lies in its place already: nothing is said to be lost."""
+    tidy = raising(KeyboardInterrupt())
+    monkeypatch.setattr(shards, "tidy", lambda *args: tidy())
+    with pytest.raises(Interrupted, match="interrupted; .*out is complete"):
+        with workspace(tmp_path / "out", an_empty_run(), QUIET) as work:
+            (work.folder.parent / "study.json").write_text("{}")
+    assert (tmp_path / "out" / "study.json").is_file()
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_kill_while_a_study_is_replaced_leaves_one_to_go_on_with(tmp_path, at):
+    """--overwrite, killed at each of its renames and before tidying up: the old or the new study is there, or --resume
+    finishes the new one; what was replaced goes."""
+    out = tmp_path / "out"
+
+    def replaced(killed_at, **how):
+        calls, replace, tree = [], os.replace, shutil.rmtree
+
+        def counted(work, path, *rest, **more):
+            if str(path) in (str(out), str(out.with_name("out.partial")), str(out / "replaced")):
+                calls.append(path)
+                if len(calls) == killed_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return work(path, *rest, **more)
+
+        with pytest.MonkeyPatch.context() as patch, workspace(out, an_empty_run(seed=1), QUIET, **how) as work:
+            work.complete("s", range(8), 8, lambda group: Piece([pa.table({"x": list(group)})]))
+            (work.folder.parent / "study.json").write_text("new")
+            patch.setattr(os, "replace", lambda *args: counted(replace, *args))
+            patch.setattr(shutil, "rmtree", lambda *args, **more: counted(tree, *args, **more))
+
+    with workspace(out, an_empty_run(), QUIET) as work:
+        (work.folder.parent / "study.json").write_text("old")
+    assert forked(lambda: replaced(at, overwrite=True)) == -signal.SIGKILL
+    found = (out / "study.json").read_text() if out.exists() else None
+    assert found == {1: "old", 2: None, 3: "new"}[at]
+    if at == 3:
+        shards.tidy(out)
+    else:
+        assert forked(lambda: replaced(99, overwrite=at == 1, resume=at == 2)) == 0
+    assert (out / "study.json").read_text() == "new"
+    assert [p.name for p in out.iterdir()] == ["study.json"]
+
+
 def an_empty_run(**changes):
     return Run({"seed": 0} | changes, {}, {}, {"specq": "0"})
 
