@@ -7,6 +7,8 @@
     rollout    tokens per second of real speculative decoding in every format, K = 4; `rollout:cuda` on a GPU
     agreement  rollouts of every format and rule at K = 1, 4, 8 against their replay, in one joint test (12 minutes, by name
                only); `agreement:TEXTS:TOKENS` sets the size of each
+    scoring    on a GPU, by name only: operations per second of the replay of a registered pair with random weights;
+               `scoring:PAIR:TOKENS:TEXTS`
     precision  27 prompts x 1500 prompt tokens x 512 new tokens at T = 1, K = 4: standard error of the FP8 shift, and
                INT8 and identity beside it; `precision:SEED` draws other documents and other noise
     memory     peak memory against scored tokens, up to a million; `memory:TOKENS:tiny` on the embedded pair
@@ -26,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from specq.bench_rollout import bench_agreement, bench_rollout
+from specq.bench_scoring import bench_scoring
 from specq.errors import SpecqError
 
 
@@ -166,9 +169,10 @@ BENCHES: dict[str, Callable[..., dict]] = {
     "precision": bench_precision,
     "rollout": bench_rollout,
     "agreement": bench_agreement,
+    "scoring": bench_scoring,
     "memory": bench_memory,
 }
-BY_NAME_ONLY = ("agreement",)
+BY_NAME_ONLY = ("agreement", "scoring")
 
 
 def main(names: list[str]) -> None:

@@ -109,15 +109,15 @@ class ModelDrafter:
         self.cache.select(keep)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its KV cache."""
-        return self.cache.nbytes
+    def bytes_per_token(self) -> float:
+        """Measured bytes of its KV cache per token."""
+        return self.cache.bytes_per_token
 
 
 class NgramDrafter:
     """Prompt lookup: proposes what followed an earlier occurrence of the last tokens. It has no model and no cache."""
 
-    nbytes = 0
+    bytes_per_token = 0.0
 
     def __init__(self, lookup: NgramLookup, rows: Sequence[Sequence[int]]) -> None:
         self.indices = [NgramIndex(lookup, ids) for ids in rows]

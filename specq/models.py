@@ -163,6 +163,8 @@ class LoadedModel:
         if int((cache.lengths + counts).max()) > last + 1:
             raise ValueError(f"{self.name} has {last + 1} positions and was fed more tokens")
         positions = (cache.lengths[:, None] + torch.arange(tokens.shape[1])).clamp(max=last)
+        padded = isinstance(counts, torch.Tensor) and bool((counts < tokens.shape[1]).any())
+        cache.rows.expect(counts if padded else None)
         out = self.model(
             input_ids=tokens.to(self.device),
             position_ids=positions.to(self.device),

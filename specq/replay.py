@@ -1,8 +1,9 @@
 """Teacher-forced scoring: one pass per model and KV format over a text gives every arm's p and q at every position.
 
-Texts are scored one at a time and in fixed chunks, so a text's numbers do not depend on what else is in the study. All
-passes walk through a text together, chunk by chunk, and only the chunk's logits exist: never tokens x vocabulary of a
-whole text. K and V of the prompt go through the format's cache as those of the response do.
+All passes walk through a text together, chunk by chunk, and only the chunk's logits exist: never tokens x vocabulary of a
+whole text. K and V of the prompt go through the format's cache as those of the response do. On a CPU texts are scored one
+at a time, so a text's numbers do not depend on what else is in the study; on a GPU texts of similar length go together, as
+many as `Room` says, and a text's numbers depend, in rounding, on which of the texts given here share its batch.
 """
 
 import time
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import torch
 
-from specq.acceptance import PositionScores, score_positions, score_proposals
+from specq.acceptance import PositionScores
 from specq.errors import SpecqError
 from specq.kv import KVFormat
 from specq.kv.cache import LayerScales, QuantizedCache
@@ -21,14 +22,36 @@ from specq.models import LoadedModel, Vocabulary
 from specq.ngram import NgramLookup, proposals_along
 from specq.prompts import Text
 from specq.rules import Rule, Transform
-from specq.sampling import fit_width, log_probs, stream
+from specq.sampling import stream
+from specq.scoring import DEPTH_COLUMNS, Positions, score
 
-# Logits held per pass: at most this many numbers (32 MiB of float32).
-LOGITS_BUDGET = 1 << 23
+
+@dataclass(frozen=True)
+class Room:
+    """How much is done at once: tokens of texts scored together (0: one text), tokens of a prefill pass of STANDARD order,
+    numbers of logits held per pass, positions per row and chunk at most, and numbers of a float32 copy of logits."""
+
+    tokens: int
+    prefill: int
+    logits: int
+    positions: int
+    copied: int
+
+    @classmethod
+    def on(cls, device: torch.device) -> "Room":
+        """32 MiB of float32 logits on a CPU; on a GPU 1 GiB of bf16 ones, which fill its matrix units."""
+        if device.type == "cpu":
+            return cls(tokens=0, prefill=512, logits=1 << 23, positions=512, copied=1 << 23)
+        return cls(tokens=1 << 15, prefill=1 << 12, logits=1 << 29, positions=1 << 12, copied=1 << 26)
+
+    def chunk(self, width: int, rows: int) -> int:
+        """Positions per row scored at once for `rows` rows of logits of `width` ids: a power of two, at least 16."""
+        fit = max(16, min(self.positions, self.logits // (width * rows)))
+        return 1 << (fit.bit_length() - 1)
+
+
 _TYPES = {"draft_top1": np.int64, "draft_token": np.int64, "top1_agrees": np.bool_}
 COLUMNS = {f.name: _TYPES.get(f.name, np.float32) for f in fields(PositionScores)}
-# Beside them where proposals depend on the cycle's start: a and b after 0, 1, .. accepted drafts, each [positions, depth].
-DEPTH_COLUMNS = {"alpha_by_depth": np.float32, "b_by_depth": np.bool_}
 
 
 @dataclass(frozen=True)
@@ -107,21 +130,32 @@ class ReplayResult:
     ranges: dict[str, KVRange]
 
 
-def chunk_positions(width: int) -> int:
-    """Positions scored at once for logits of `width` ids: a power of two from 16 to 512 within LOGITS_BUDGET."""
-    fit = max(16, min(512, LOGITS_BUDGET // width))
-    return 1 << (fit.bit_length() - 1)
+def batches(texts: Sequence[Text], tokens: int) -> list[list[int]]:
+    """Indices of the texts that are scored together: none twice as long as another, at most `tokens`
+    with their padding (0: each alone)."""
+    if not tokens:
+        return [[i] for i in range(len(texts))]
+    groups: list[list[int]] = []
+    shortest = 0
+    for i in sorted(range(len(texts)), key=lambda i: len(texts[i].tokens)):
+        length = len(texts[i].tokens)
+        if not groups or length > 2 * shortest or (len(groups[-1]) + 1) * length > tokens:
+            groups.append([])
+            shortest = length
+        groups[-1].append(i)
+    return groups
 
 
-def _feed(model: LoadedModel, tokens: torch.Tensor, cache: QuantizedCache, order: Order) -> None:
-    for piece in tokens.split(order.prefill, dim=1):
-        model.forward(piece, cache, keep=1)
-
-
-def _score_chunk(model: LoadedModel, tokens: torch.Tensor, cache: QuantizedCache, order: Order) -> torch.Tensor:
-    pieces = [p for p in tokens.tensor_split(order.pieces, dim=1) if p.shape[1]]
-    logits = [model.forward(p, cache) for p in pieces]
-    return logits[0][0] if len(logits) == 1 else torch.cat(logits, dim=1)[0]
+def _score_chunk(
+    model: LoadedModel, tokens: torch.Tensor, counts: torch.Tensor, cache: QuantizedCache, order: Order
+) -> torch.Tensor:
+    """Logits [B, q, width] of `tokens` [B, q], of which `counts` per row are no padding, in the order's pieces."""
+    logits, at = [], 0
+    for piece in tokens.tensor_split(order.pieces, dim=1):
+        if width := piece.shape[1]:
+            logits.append(model.forward(piece, cache, (counts - at).clamp(0, width)))
+            at += width
+    return logits[0] if len(logits) == 1 else torch.cat(logits, dim=1)
 
 
 @torch.inference_mode()
@@ -141,72 +175,111 @@ def score_texts(
     """
     lookup = isinstance(draft, NgramLookup)
     passes = list(dict.fromkeys(p for arm in arms for p in ((arm.target,) if lookup else (arm.target, arm.draft))))
-    models = {"target": target, "draft": draft}
     # Columns are allocated once: small results kept between large temporaries would pin the heap and let it grow.
-    total = sum(t.positions for t in texts)
+    ends = np.cumsum([t.positions for t in texts])
+    total = int(ends[-1]) if len(ends) else 0
     shapes = {n: ((total,), dtype) for n, dtype in COLUMNS.items()}
     if lookup:
         shapes |= {n: ((total, setting.depth), dtype) for n, dtype in DEPTH_COLUMNS.items()}
-    columns = {arm.name: {n: np.empty(*shape) for n, shape in shapes.items()} for arm in arms}
-    row = 0
-    saturated = {p: [0] * models[p.role].geometry.layers for p in passes}
-    seconds, ranges = dict.fromkeys(passes, 0.0), {}
-    size = setting.vocabulary.size
-    chunk = chunk_positions(max(setting.vocabulary.target_logits, setting.vocabulary.draft_logits))
-
-    for text in texts:
-        ids = torch.tensor([text.tokens])
-        start, positions = len(text.prompt.tokens), text.positions
-        if lookup:
-            proposals = torch.from_numpy(proposals_along(draft, text.tokens, start + 1, setting.depth))
-        uniforms = torch.rand(positions, generator=stream(setting.seed, "draft", text.prompt.id), dtype=torch.float64)
-        caches: dict[Pass, QuantizedCache] = {}
-        for p in passes:
-            began = time.perf_counter()
-            model, scales = models[p.role], setting.scales.get((p.role, p.format.name))
-            rounded = setting.round_query(p.format)
-            caches[p] = model.new_cache(p.format, 1, ids.shape[1] - 1, scales, rounded, p.order.splits)
-            _feed(model, ids[:, :start], caches[p], p.order)
-            seconds[p] += time.perf_counter() - began
-            progress(start)
-        for at in range(0, positions, chunk):
-            end = min(at + chunk, positions)
-            logp: dict[Pass, torch.Tensor] = {}
-            for p in passes:
-                began = time.perf_counter()
-                logits = _score_chunk(models[p.role], ids[:, start + at : start + end], caches[p], p.order)
-                transform = setting.transform if p.role == "target" else setting.draft_transform
-                logp[p] = log_probs(fit_width(logits, size), transform)
-                _refuse_nan(logp[p], p, text, at)
-                seconds[p] += time.perf_counter() - began
-                progress(end - at)
-            tokens = ids[0, start + at + 1 : start + end + 1].to(target.device)
-            for arm in arms:
-                base = logp[arms[0].target]
-                if lookup:
-                    mine = proposals[at:end].to(target.device)
-                    scores, *by_depth = score_proposals(logp[arm.target], mine, tokens, base)
-                    scored = vars(scores) | dict(zip(DEPTH_COLUMNS, by_depth, strict=True))
-                else:
-                    logq, noise = logp[arm.draft].to(target.device), uniforms[at:end].to(target.device)
-                    scored = vars(score_positions(logp[arm.target], logq, tokens, base, noise, setting.rule))
-                for name, column in columns[arm.name].items():
-                    column[row : row + end - at] = scored[name].cpu().numpy()
-            row += end - at
-        for p, cache in caches.items():
-            if cache.nonfinite():
-                raise SpecqError(f"the {p.role} produced NaN or infinite K or V for prompt {text.prompt.id}")
-            if p in (arms[0].target, arms[0].draft):
-                ranges[p.role] = KVRange.of(cache).join(ranges.get(p.role))
-            saturated[p] = [a + b for a, b in zip(saturated[p], cache.saturated_per_layer(), strict=True)]
-    return ReplayResult({name: ArmScores(c) for name, c in columns.items()}, saturated, seconds, ranges)
+    made = ReplayResult(
+        {arm.name: ArmScores({n: np.empty(*shape) for n, shape in shapes.items()}) for arm in arms},
+        {p: [0] * (target if p.role == "target" else draft).geometry.layers for p in passes},
+        dict.fromkeys(passes, 0.0),
+        {},
+    )
+    room = Room.on(target.device)
+    for group in batches(texts, room.tokens):
+        places = [int(ends[i]) - texts[i].positions for i in group]
+        _score_together(target, draft, [texts[i] for i in group], places, arms, passes, setting, room, made, progress)
+    return made
 
 
-def _refuse_nan(logp: torch.Tensor, p: Pass, text: Text, at: int) -> None:
-    bad = logp.isnan().any(-1)
-    if bool(bad.any()):
-        where = at + int(bad.nonzero()[0]) + 1
-        raise SpecqError(
-            f"the {p.role} with a {p.format.name} KV cache gave NaN logits for prompt {text.prompt.id} at response"
-            f" position {where}"
+def _score_together(
+    target: LoadedModel, draft: LoadedModel | NgramLookup, texts: Sequence[Text], places: Sequence[int],
+    arms: Sequence[Arm], passes: Sequence[Pass], setting: Setting, room: Room, made: ReplayResult,
+    progress: Callable[[float], None],
+) -> None:  # fmt: skip
+    """Score some texts side by side, padded on the right, and write their columns into `made` at `places`."""
+    models = {"target": target, "draft": draft}
+    starts, positions = ([len(t.prompt.tokens) for t in texts], torch.tensor([t.positions for t in texts]))
+    longest, rows, voc = int(positions.max()), len(texts), setting.vocabulary
+    # row i: the token before its first scored position, then its scored tokens
+    ids = torch.zeros(rows, longest + 1, dtype=torch.long)
+    uniforms = torch.zeros(rows, longest, dtype=torch.float64)
+    proposals = torch.full((rows, longest, setting.depth), -1) if isinstance(draft, NgramLookup) else None
+    for i, (t, start) in enumerate(zip(texts, starts, strict=True)):
+        ids[i, : t.positions + 1] = torch.tensor(t.tokens[start:])
+        noise = stream(setting.seed, "draft", t.prompt.id)
+        uniforms[i, : t.positions] = torch.rand(t.positions, generator=noise, dtype=torch.float64)
+        if proposals is not None:
+            found = proposals_along(draft, t.tokens, start + 1, setting.depth)
+            proposals[i, : t.positions] = torch.from_numpy(found)
+    clock, caches = _Clock(made.seconds, target.device), {}
+    for p in passes:
+        model, scales = models[p.role], setting.scales.get((p.role, p.format.name))
+        caches[p] = model.new_cache(
+            p.format, rows, max(starts) + longest, scales, setting.round_query(p.format), p.order.splits
         )
+        prompts = [t.tokens[: start + 1] for t, start in zip(texts, starts, strict=True)]
+        model.prefill(prompts, caches[p], max(1, room.prefill // (STANDARD.prefill * rows)) * p.order.prefill, progress)
+        clock.lap(p)
+    chunk = room.chunk(max(voc.target_logits, voc.draft_logits), rows)
+    for at in range(0, longest, chunk):
+        end = min(at + chunk, longest)
+        counts = (positions - at).clamp(0, end - at)
+        logits: dict[Pass, torch.Tensor] = {}
+        for p in passes:
+            logits[p] = _score_chunk(models[p.role], ids[:, at:end], counts, caches[p], p.order).flatten(0, 1)
+            clock.lap(p)
+            progress(float(counts.sum()))
+        here = Positions(
+            ids[:, at + 1 : end + 1].flatten(),
+            uniforms[:, at:end].flatten(),
+            None if proposals is None else proposals[:, at:end].flatten(0, 1),
+        )
+        scored, bad = score(logits, arms, here, setting, room.copied)
+        del logits
+        real = (torch.arange(end - at) < counts[:, None]).flatten()
+        for p, verdicts in bad.items():
+            if bool((wrong := verdicts.cpu() & real).any()):
+                row, column = divmod(int(wrong.nonzero()[0]), end - at)
+                raise SpecqError(
+                    f"the {p.role} with a {p.format.name} KV cache gave NaN logits for prompt {texts[row].prompt.id} at"
+                    f" response position {at + column + 1}"
+                )
+        for name, columns in scored.items():
+            for column, whole in made.arms[name].columns.items():
+                values = columns[column].cpu().unflatten(0, (rows, -1)).numpy()
+                for i, (place, count) in enumerate(zip(places, counts.tolist(), strict=True)):
+                    whole[place + at : place + at + count] = values[i, :count]
+        clock.skip()
+    for p, cache in caches.items():
+        if cache.nonfinite():
+            raise SpecqError(f"the {p.role} produced NaN or infinite K or V for {_named(texts)}")
+        if p in (arms[0].target, arms[0].draft):
+            made.ranges[p.role] = KVRange.of(cache).join(made.ranges.get(p.role))
+        made.saturated[p] = [a + b for a, b in zip(made.saturated[p], cache.saturated_per_layer(), strict=True)]
+
+
+def _named(texts: Sequence[Text]) -> str:
+    names = [t.prompt.id for t in texts]
+    return f"prompt {names[0]}" if len(names) == 1 else f"one of the prompts {', '.join(names)}"
+
+
+class _Clock:
+    """Charges the time since the last lap to a pass."""
+
+    def __init__(self, seconds: dict[Pass, float], device: torch.device) -> None:
+        self.seconds, self.device, self.last = seconds, device, time.perf_counter()
+
+    def skip(self) -> None:
+        """Begin a lap."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.last = time.perf_counter()
+
+    def lap(self, p: Pass) -> None:
+        """End a lap, which was the pass's."""
+        began = self.last
+        self.skip()
+        self.seconds[p] += self.last - began

@@ -206,8 +206,7 @@ class _Batch:
 
     def close(self) -> None:
         """Measure the caches; stop if NaN or infinite values went into the target's."""
-        slots = len(self.cache.lengths) * self.capacity
-        self.made.kv_bytes = {"target": self.cache.nbytes / slots, "draft": self.drafter.nbytes / slots}
+        self.made.kv_bytes = {"target": self.cache.bytes_per_token, "draft": self.drafter.bytes_per_token}
         if self.cache.nonfinite():
             raise SpecqError(f"arm {self.made.arm.name}: the target produced NaN or infinite K or V")
 

@@ -17,6 +17,7 @@ triton = pytest.importorskip("triton")
 from specq_kernels import (  # noqa: E402
     PagedKV,
     acceptance,
+    draw,
     native,
     reference,
     replay_attention,
@@ -584,3 +585,38 @@ def test_nan_rows_stay_nan():
     got = acceptance(t, t[0].nan_to_num(0.0), torch.zeros(3, dtype=torch.long, device=DEVICE))
     for column in (got.alpha, got.kl, got.entropy, got.logp):
         assert column[0].isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("width", "size", "dtype"), [(9, 7, torch.float32), (5000, 5000, torch.bfloat16), (9000, 8193, torch.float32)]
+)
+def test_draw_inverts_the_cdf(width, size, dtype):
+    """The CDF at an id reaches its uniform and the CDF before it does not, ids of probability 0 are never drawn, and a row
+    gives the same alone."""
+    g = torch.Generator().manual_seed(width)
+    rows = 12
+    x = (3 * torch.randn(rows, width, generator=g)).to(DEVICE, dtype)
+    x[:, 1] = float("-inf")
+    x[0, : size - 2] = float("-inf")
+    u = torch.rand(rows, generator=g).to(DEVICE)
+    u[1], u[2], u[3], u[4] = 0.0, 1 - 2**-24, 1.0, 0.5
+    for temperature in (1.0, 0.3):
+        ids = draw(x, u, temperature, size)
+        p = (x[:, :size].double() / temperature).softmax(-1)
+        cdf = p.cumsum(-1)
+        at = cdf.gather(1, ids[:, None])[:, 0]
+        mine = p.gather(1, ids[:, None])[:, 0]
+        assert (mine > 0).all() and (at >= u - 2e-6).all() and (at - mine <= u + 2e-6).all()
+        assert ids[1] == 0
+        assert torch.equal(draw(x[5:6], u[5:6], temperature, size), ids[5:6])
+    with pytest.raises(ValueError, match="not positive"):
+        draw(x, u, 0.0)
+
+
+def test_draw_has_the_distribution_of_the_logits():
+    """At 4,000 evenly spaced uniforms each id comes as often as its probability says, to one draw."""
+    p = torch.tensor([0.1, 0.0, 0.25, 0.05, 0.6], dtype=torch.float64)
+    count = 4000
+    logits = p.log().float().expand(count, 5).contiguous().to(DEVICE)
+    ids = draw(logits, ((torch.arange(count) + 0.5) / count).to(DEVICE))
+    assert (torch.bincount(ids.cpu(), minlength=5) - count * p).abs().max() <= 1

@@ -1,5 +1,7 @@
 """Replay on real models: exact controls, independence, bounded memory, faults that must be named."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specq import analysis
 from specq.errors import SpecqError
 from specq.kv import get_format
+from specq.kv.cache import LayerScales
 from specq.models import Vocabulary, load
+from specq.ngram import NgramLookup
 from specq.prompts import Prompt, Text
-from specq.replay import ALTERNATIVE, Arm, Setting, chunk_positions, score_texts
+from specq.replay import ALTERNATIVE, Arm, Room, Setting, batches, score_texts
 from specq.rules import Rule, Transform
 from specq.texts import sample_texts
 
@@ -221,7 +225,7 @@ def test_a_large_vocabulary_is_scored_in_bounded_chunks(tmp_path):
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(3, vocab, (9 + positions,), generator=g).tolist()
     text = Text(Prompt("p", "p", None, tuple(ids[:8])), tuple(ids[8:]), "given", False)
-    chunk = chunk_positions(vocab)
+    chunk = Room.on(target.device).chunk(vocab, 1)
     assert chunk == 64
     voc = Vocabulary(vocab, vocab, vocab, vocab)
     with LargestTensor() as seen:
@@ -230,5 +234,49 @@ def test_a_large_vocabulary_is_scored_in_bounded_chunks(tmp_path):
 
 
 def test_chunk_sizes_follow_the_vocabulary():
-    """Chunks depend on the vocabulary alone (so numbers do not depend on the study), within 16 and 512 positions."""
-    assert [chunk_positions(v) for v in (48, 8192, 32_000, 128_256, 262_144, 10**7)] == [512, 512, 256, 64, 32, 16]
+    """Chunks depend on the vocabulary alone (so numbers do not depend on the study), within 16 and 512 positions on a CPU; on
+    a GPU on the rows of the batch too, 2^29 logits at most."""
+    widths = (48, 8192, 32_000, 128_256, 262_144, 10**7)
+    assert [Room.on(torch.device("cpu")).chunk(v, 1) for v in widths] == [512, 512, 256, 64, 32, 16]
+    gpu = Room.on(torch.device("cuda"))
+    assert [gpu.chunk(128_256, rows) for rows in (1, 8, 32)] == [4096, 512, 128]
+    assert gpu.chunk(128_256, 8) * 8 * 128_256 <= gpu.logits
+
+
+def test_batches_hold_texts_of_similar_length():
+    """Every text once, none twice as long as another in its batch, no batch beyond its tokens with the padding counted."""
+    lengths = [5, 90, 7, 30, 31, 6, 200, 29]
+    texts = [Text(Prompt(str(i), "", None, (1,)), (0,) * (n - 1), "given", False) for i, n in enumerate(lengths)]
+    assert batches(texts, 0) == [[i] for i in range(8)]
+    assert batches(texts, 120) == [[0, 5, 2], [7, 3, 4], [1], [6]]
+    assert batches(texts, 61) == [[0, 5, 2], [7, 3], [4], [1], [6]]
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+def test_texts_scored_together_have_the_numbers_of_texts_scored_alone(small_pair, monkeypatch, lookup):
+    """Ragged prompts and responses side by side, as on a GPU: the same columns, ranges and saturated elements as one at a
+    time, in both orders of arithmetic; padding counts for nothing."""
+    target, draft = small_pair
+    g = torch.Generator().manual_seed(3)
+    texts = [
+        Text(Prompt(f"p{i}", "", None, tuple(torch.randint(3, 48, (n,), generator=g).tolist())),
+             tuple(torch.randint(3, 48, (m,), generator=g).tolist()), "given", False)
+        for i, (n, m) in enumerate([(3, 40), (20, 9), (11, 25), (1, 2), (19, 33)])
+    ]  # fmt: skip
+    scales = [LayerScales(k=torch.full((1, 1, 1, 1), 2e-3)) for _ in range(target.geometry.layers)]
+    how = replace(setting(), depth=4, scales={("target", "fp8_e4m3"): scales})
+    arms = [BASE, Arm.of(FP8, BF16), Arm.of(FP8, BF16, ALTERNATIVE, "null")]
+    arms = [Arm.of(FLOAT32, FLOAT32), *arms]
+    with_draft = NgramLookup(1, 3) if lookup else draft
+    alone = score_texts(target, with_draft, texts, arms, how)
+    monkeypatch.setattr(
+        Room, "on", lambda device: Room(tokens=130, prefill=1024, logits=1 << 14, positions=16, copied=1 << 12)
+    )
+    together = score_texts(target, with_draft, texts, arms, how)
+    for arm in arms:
+        for name, column in alone.arms[arm.name].columns.items():
+            assert together.arms[arm.name].columns[name] == pytest.approx(column, rel=2e-4, abs=2e-5), (arm.name, name)
+    assert together.saturated == alone.saturated and sum(alone.saturated[arms[2].target]) > 0
+    for role, found in alone.ranges.items():
+        for a, b in zip(found.k + found.v, together.ranges[role].k + together.ranges[role].v, strict=True):
+            assert torch.allclose(a, b, rtol=1e-4)

@@ -4,6 +4,7 @@
     verify_attention   a few query tokens per sequence over long pages, split over the sequence (decoding, verification)
     replay_attention   long query chunks over the same pages
     acceptance         log p, log q, alpha, ratio, KL, entropies from logits, without a softmax in memory
+    draw               tokens drawn from logits by inverse CDF, likewise
 
 Pages are `[pages, kv_heads, page_size, head_dim]`, scales `[pages, kv_heads, page_size]` in float32; `layout.PagedKV` holds
 them. Everything runs in Triton's interpreter on a CPU (TRITON_INTERPRET=1, set before triton is imported).
@@ -13,7 +14,7 @@ import importlib
 
 from specq_kernels.layout import SPECS, FormatSpec, PagedKV
 
-__all__ = ["SPECS", "FormatSpec", "PagedKV", "acceptance", "replay_attention", "store_kv", "verify_attention"]
+__all__ = ["SPECS", "FormatSpec", "PagedKV", "acceptance", "draw", "replay_attention", "store_kv", "verify_attention"]
 
 
 _HOMES = {
@@ -21,6 +22,7 @@ _HOMES = {
     "verify_attention": "attention",
     "replay_attention": "replay",
     "acceptance": "accept",
+    "draw": "drawing",
 }
 
 

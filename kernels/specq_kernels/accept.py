@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specq_kernels.layout import integers, on
+from specq_kernels.layout import SIZES, integers, on
 
 LN2 = tl.constexpr(0.6931471805599453)
 COLUMNS = tl.constexpr(9)
@@ -35,7 +35,7 @@ def _of_token(row, token, size, width, factor, top, log):
     return (x - top) * factor - log
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _acceptance_kernel(
     target, target_arm, target_row, draft, draft_row, tokens, drafted, out, top1, rows, size, target_width, draft_width,
     factor, draft_factor, ARMS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_R: tl.constexpr,

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from specq_kernels import native, verify_cuda
 from specq_kernels.codec import BF16, INTERPRETED, decode, emulated
-from specq_kernels.layout import PagedKV, integers, on
+from specq_kernels.layout import SIZES, PagedKV, integers, on
 from specq_kernels.store import CHANNEL, TENSOR, TOKEN_HEAD, TOKEN_HEAD_ASYM, check_head_dim, raw_view
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -36,7 +36,7 @@ def power_of_two_above(x):
     return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _attention_kernel(
     q_ptr, q_batch, q_token, q_head, k_pages, v_pages, k_scales, v_scales, k_lows, v_lows, k_static, v_static,
     table, table_row, context_lens, query_lens, part_ptr, lse_ptr, rows_total, max_queries, heads, kv_heads,
@@ -149,7 +149,7 @@ def cap(s, softcap):
     return softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / softcap)) + 1.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _merge_kernel(
     part_ptr, lse_ptr, out_ptr, context_lens, query_lens, sinks, rows_total, max_queries, heads, spans, span_tokens,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, GROUP: tl.constexpr, HAS_SINKS: tl.constexpr,

@@ -57,6 +57,13 @@ SPECS: dict[str, FormatSpec] = {
     )
 }
 
+# Arguments of kernels that differ from call to call with batch and length: Triton is told not to compile anew where one of
+# them happens to be 1 or a multiple of 16.
+SIZES = (
+    "table_row", "rows_total", "max_queries", "heads", "kv_heads", "window", "chunk_tokens", "spans", "span_tokens", "pairs",
+    "length", "tokens", "rows",
+)  # fmt: skip
+
 
 def integers(
     t: torch.Tensor, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, name: str

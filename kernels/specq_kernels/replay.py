@@ -11,7 +11,7 @@ import triton.language as tl
 
 from specq_kernels.attention import LOG2E, cap, check_rows, check_shapes, positive_scale, power_of_two_above
 from specq_kernels.codec import BF16, INTERPRETED, decode, emulated
-from specq_kernels.layout import PagedKV, on
+from specq_kernels.layout import SIZES, PagedKV, on
 from specq_kernels.store import CHANNEL, TENSOR, TOKEN_HEAD, TOKEN_HEAD_ASYM, raw_view
 
 HEADROOM = tl.constexpr(2.0**-14)  # values stay below 2^14 of their unit: room above and 2^28 below in fp16
@@ -41,7 +41,7 @@ def _largest(
     return tl.max(best, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _unit_kernel(
     k_scales, v_scales, k_lows, v_lows, k_static, v_static, table, table_row, context_lens, units, pairs, kv_heads,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, K_KIND: tl.constexpr,
@@ -81,7 +81,7 @@ def _unpack_part(
     return tl.where(inside, x, 0.0).to(TYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _unpack_kernel(
     k_pages, v_pages, k_scales, v_scales, k_lows, v_lows, k_static, v_static, table, table_row, context_lens, units,
     k_out, v_out, pairs, kv_heads, length,
@@ -147,7 +147,7 @@ def _walk(
     return acc, m, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _dense_kernel(
     q_ptr, q_batch, q_token, q_head, k_ptr, v_ptr, units, context_lens, query_lens, sinks, out_ptr, pairs, max_queries,
     heads, kv_heads, length, scale, window, softcap,

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from specq_kernels import native, store_cuda
 from specq_kernels.codec import emulated, encode_raw
-from specq_kernels.layout import PagedKV, integers, on
+from specq_kernels.layout import SIZES, PagedKV, integers, on
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 NO_SCALE = tl.constexpr(0)
@@ -58,7 +58,7 @@ def _max_nan(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _store_kernel(
     k_ptr, v_ptr, k_token, k_head, k_dim, v_token, v_head, v_dim, slots,
     k_pages, v_pages, k_scales, v_scales, k_lows, v_lows, k_static, v_static, tokens, heads,

@@ -5,7 +5,7 @@ A forward pass writes its new tokens behind each row's length; `advance` then co
 padded on the right and needs no attention mask from the caller.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,7 +36,8 @@ class Rows:
     """What all layers of a cache share: the format, the capacity, and how many tokens each row of the batch holds.
 
     Layers refer to this and not to the cache, so that a cache without users is freed at once. `longest` is the longest
-    row, `uniform` the common length where all rows are equal (None otherwise).
+    row, `uniform` the common length where all rows are equal (None otherwise). `valid` [B] are the tokens of the pass under way
+    that are no padding (None: all).
     """
 
     format: KVFormat
@@ -46,7 +47,8 @@ class Rows:
     lengths: torch.Tensor
     longest: int = 0
     uniform: int | None = None
-    _there: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
+    valid: torch.Tensor | None = None
+    _kept: dict[Hashable, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.set(self.lengths)
@@ -57,13 +59,30 @@ class Rows:
         self.longest = int(lengths.max()) if len(lengths) else 0
         same = len(lengths) > 0 and bool((lengths == self.longest).all())
         self.uniform = self.longest if same else None
-        self._there = {}
+        self.valid = None
+        self._kept = {}
+
+    def expect(self, valid: torch.Tensor | None) -> None:
+        """Say how many tokens of each row [B] the coming pass has that are no padding; None: all."""
+        self.valid = valid
+        self._kept = {}
+
+    def once(self, key: Hashable, build: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What all layers need alike in a pass: built by the first that asks."""
+        if key not in self._kept:
+            self._kept[key] = build()
+        return self._kept[key]
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The lengths [B] on `device`, copied there once."""
-        if device not in self._there:
-            self._there[device] = self.lengths.to(device)
-        return self._there[device]
+        """The lengths [B] on `device`."""
+        return self.once(device, lambda: self.lengths.to(device))
+
+    def padding(self, new: int, device: torch.device) -> torch.Tensor | None:
+        """True `[B, 1, new, 1]` on `device` where a row has no token in this pass; None where every row has all."""
+        if self.valid is None:
+            return None
+        mask = torch.arange(new) >= self.valid[:, None]
+        return self.once(("padding", device), lambda: mask[:, None, :, None].to(device))
 
 
 class QuantizedLayer(CacheLayerMixin):
@@ -91,7 +110,9 @@ class QuantizedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self._store(key_states, value_states)
         fmt = self.rows.format
+        padding = self.rows.padding(key_states.shape[2], key_states.device)
         for part, x in (("k", key_states), ("v", value_states)):
+            x = x if padding is None else x.masked_fill(padding, 0.0)
             scale = getattr(self.scales, part)
             self.nonfinite = self.nonfinite + (~torch.isfinite(x)).sum()
             self.saturated = self.saturated + fmt.count_saturated(x, part, scale)
@@ -144,6 +165,11 @@ class QuantizedLayer(CacheLayerMixin):
     def select(self, rows: torch.Tensor) -> None:
         """Keep only these rows of the batch."""
         self.stored = {p: [t[rows.to(t.device)] for t in ts] for p, ts in self.stored.items()}
+
+    @property
+    def slots(self) -> int:
+        """Tokens there is room for, all rows together."""
+        return self.rows.capacity * len(self.rows.lengths)
 
     @property
     def nbytes(self) -> int:
@@ -204,6 +230,11 @@ class QuantizedCache(Cache):
     def nbytes(self) -> int:
         """Bytes that the stored tensors of all layers occupy, scales included."""
         return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Measured bytes per token that there is room for, over all layers."""
+        return sum(layer.nbytes / max(layer.slots, 1) for layer in self.layers)
 
     def saturated_per_layer(self) -> list[int]:
         """Elements beyond the static scale's range, per layer, K and V together, since creation."""

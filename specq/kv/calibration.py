@@ -20,11 +20,15 @@ class KVRange:
 
     @classmethod
     def of(cls, cache: QuantizedCache) -> "KVRange":
-        """Of the tokens that a cache holds; its rows must be of equal length."""
-        parts = {"k": [], "v": []}
+        """Of the tokens that a cache holds."""
+        parts, longest = {"k": [], "v": []}, cache.rows.longest
+        beyond = torch.arange(longest) >= cache.lengths[:, None]
         for layer in cache.layers:
             for part, x in zip("kv", layer.read(torch.float32), strict=True):
-                parts[part].append(x[:, :, : cache.rows.longest].abs().amax(dim=(0, 2), keepdim=True))
+                x = x[:, :, :longest].abs()
+                if cache.rows.uniform is None:
+                    x.masked_fill_(beyond.to(x.device)[:, None, :, None], 0.0)
+                parts[part].append(x.amax(dim=(0, 2), keepdim=True))
         return cls(parts["k"], parts["v"])
 
     def join(self, other: "KVRange | None") -> "KVRange":

@@ -36,13 +36,23 @@ def kernel_backend(device: torch.device, head_dim: int, group: int) -> Backend:
     return found
 
 
-def _find(device: torch.device, head_dim: int, group: int) -> Backend:
+def kernels_run_on(device: torch.device) -> bool:
+    """Whether the kernels can be used at all on this device."""
+    return not _without(device)
+
+
+def _without(device: torch.device) -> str:
+    """Why nothing runs through the kernels on this device; empty where it does."""
     if device.type != "cuda":
-        return Backend("torch", f"the model is on a {device.type} device, the kernels need a CUDA GPU")
+        return f"the model is on a {device.type} device, the kernels need a CUDA GPU"
     if os.environ.get("SPECQ_KERNELS") == "0":
-        return Backend("torch", "SPECQ_KERNELS=0 is set")
-    if importlib.util.find_spec("triton") is None:
-        return Backend("torch", "Triton is not installed")
+        return "SPECQ_KERNELS=0 is set"
+    return "" if importlib.util.find_spec("triton") else "Triton is not installed"
+
+
+def _find(device: torch.device, head_dim: int, group: int) -> Backend:
+    if why := _without(device):
+        return Backend("torch", why)
     from specq_kernels import verify_cuda
     from specq_kernels.attention import MAX_GROUP
     from specq_kernels.store import HEAD_DIMS
@@ -56,7 +66,8 @@ def _find(device: torch.device, head_dim: int, group: int) -> Backend:
 
 
 class PagedLayer(QuantizedLayer):
-    """One layer in pages. Rows of the batch own `ceil(capacity / 16)` pages each; selecting rows selects their tables."""
+    """One layer in pages. Rows of the batch own `ceil(capacity / 16)` pages each, the same ones in every layer; selecting rows
+    selects their tables."""
 
     def __init__(self, rows: Rows, scales: LayerScales) -> None:
         super().__init__(rows, scales)
@@ -79,10 +90,13 @@ class PagedLayer(QuantizedLayer):
         from specq_kernels import store_kv
 
         new, device = key_states.shape[2], key_states.device
-        at = self.rows.on(device)[:, None] + torch.arange(new, device=device)
-        slots = self.table.gather(1, at // PAGE).long() * PAGE + at % PAGE
+
+        def slots() -> torch.Tensor:
+            at = self.rows.on(device)[:, None] + torch.arange(new, device=device)
+            return (self.table.gather(1, at // PAGE).long() * PAGE + at % PAGE).flatten()
+
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (key_states, value_states))
-        store_kv(k, v, self.pages, slots.flatten())
+        store_kv(k, v, self.pages, self.rows.once(("slots", device), slots))
 
     def read(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """See `QuantizedLayer.read`; gathers the pages."""
@@ -110,8 +124,8 @@ class PagedLayer(QuantizedLayer):
 
         batch, _, new, _ = query.shape
         device = query.device
-        contexts = (self.rows.on(device) + new).to(torch.int32)
-        counts = torch.full((batch,), new, dtype=torch.int32, device=device)
+        contexts = self.rows.once(("contexts", device), lambda: (self.rows.on(device) + new).to(torch.int32))
+        counts = self.rows.once(("counts", device), lambda: torch.full((batch,), new, dtype=torch.int32, device=device))
         longest, other = self.rows.longest + new, self.rows.splits > 1
         arguments = (query.transpose(1, 2), self.pages, self.table, contexts, counts, longest, scaling, window)
         arguments += (softcap or 0.0, sinks)
@@ -124,6 +138,11 @@ class PagedLayer(QuantizedLayer):
         if len(rows.unique()) < len(rows):
             raise ValueError("a row of a paged cache cannot be taken twice")
         self.table = self.table[rows.to(self.table.device)]
+
+    @property
+    def slots(self) -> int:
+        """Tokens there are pages for."""
+        return 0 if self.pages is None else len(self.pages.k) * PAGE
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,192 @@
+"""Pairs end to end on a GPU through the kernels, beside the CPU reference on the same texts.
+
+    python studies/gpu_check.py --out DIR             measure (a CUDA GPU): DIR/gpu.json
+    python studies/gpu_check.py --page DIR            DIR/README.md from DIR/gpu.json
+
+Texts are sampled once, on the CPU, and scored there and on the GPU, computing in float32 (what is left is the order of sums,
+fp16 products of 8-bit codes, and codes that rounding tips over) and in the checkpoint's bf16 (as a study on a GPU does).
+Rollouts on the GPU are tested against their own replay, and greedy ones in float32 against the CPU's token for token.
+"""
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from specq.agreement import compare, joint
+from specq.config import RolloutConfig
+from specq.inputs import Models, calibrate, choose_prompts, load_models, prompt_source
+from specq.kv import get_format
+from specq.progress import Reporter
+from specq.prompts import Text, read_records
+from specq.replay import Arm, Setting, score_texts
+from specq.rollout import roll_out
+from specq.rules import Rule, Transform
+from specq.summary import environment
+from specq.texts import sample_texts
+
+FORMATS = ("bf16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "int8_per_channel")
+# largest mean |difference| of alpha by computing dtype, and largest difference of mean alpha: stated before it was run
+TOLERANCE = {"float32": (2e-3, 1e-3), "bfloat16": (3e-2, 5e-3)}
+
+
+def _on_gpu(config: RolloutConfig, dtype: torch.dtype | None) -> Models:
+    _, models = load_models(config.model_copy(update={"device": "cuda"}), Reporter(quiet=True))
+    for model in models.by_role.values() if dtype else ():
+        model.model.to(dtype)
+        model.compute_dtype = dtype
+    return models
+
+
+def check(pair: str, prompts: int, prompt_tokens: int, output_tokens: int) -> dict:
+    """Everything about one pair."""
+    config = RolloutConfig(pair=pair, num_prompts=prompts, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    quiet = Reporter(quiet=True)
+    _, cpu = load_models(config, quiet)
+    chosen, spare = choose_prompts(config, cpu, *read_records(prompt_source(config)), quiet)
+    formats, bf16 = [get_format(n) for n in FORMATS], get_format("bf16")
+    scales = calibrate(config, cpu, formats, chosen, spare, quiet)
+    setting = Setting(Transform(), Transform(), Rule(), cpu.vocabulary, 0, scales, depth=4)
+    arms = [Arm.of(f, bf16) for f in formats]
+    texts = sample_texts(
+        cpu.target, chosen, bf16, transform=setting.transform, vocabulary=cpu.vocabulary.size, max_tokens=output_tokens,
+        seed=0, arm="bf16",
+    )  # fmt: skip
+    reference = score_texts(cpu.target, cpu.draft, texts, arms, setting)
+    found = {"positions": sum(t.positions for t in texts), "scored": {}, "rollouts": {}}
+    for name, dtype in (("float32", torch.float32), ("bfloat16", None)):
+        gpu = _on_gpu(config, dtype)
+        found.setdefault("attention", {r: m.backend._asdict() for r, m in gpu.by_role.items()})
+        got = score_texts(gpu.target, gpu.draft, texts, arms, setting)
+        found["scored"][name] = {a.name: _differences(reference, got, a.name, name) for a in arms}
+        if name == "float32":
+            found["greedy"] = _greedy(cpu, gpu, chosen, setting, output_tokens)
+        else:
+            found["rollouts"] = _rollouts(gpu, chosen, arms, setting, output_tokens)
+    return found | {"environment": environment(gpu.target)}
+
+
+def _differences(reference: object, got: object, arm: str, dtype: str) -> dict:
+    a, b = (r.arms[arm].columns for r in (reference, got))
+    gap = np.abs(a["alpha"] - b["alpha"])
+    mean, shift = float(gap.mean()), float(b["alpha"].mean() - a["alpha"].mean())
+    limit, limit_of_mean = TOLERANCE[dtype]
+    return {
+        "alpha_cpu": float(a["alpha"].mean()),
+        "alpha_gpu": float(b["alpha"].mean()),
+        "mean_difference": mean,
+        "largest_difference": float(gap.max()),
+        "mean_difference_logp": float(np.abs(a["logp"] - b["logp"]).mean()),
+        "same_drafted_token": float((a["draft_token"] == b["draft_token"]).mean()),
+        "within": mean <= limit and abs(shift) <= limit_of_mean,
+    }
+
+
+def _greedy(cpu: Models, gpu: Models, prompts: list, setting: Setting, tokens: int) -> dict:
+    how = replace(setting, transform=Transform(0.0), draft_transform=Transform(0.0))
+    out = {}
+    for fmt in map(get_format, ("bf16", "int8_per_token_head")):
+        made = [
+            roll_out(m.target, m.draft, prompts, Arm.of(fmt, get_format("bf16")), how, k=4, max_tokens=tokens)
+            for m in (cpu, gpu)
+        ]
+        same = [_common(a, b) for a, b in zip(made[0].texts, made[1].texts, strict=True)]
+        out[fmt.name] = {
+            "texts": len(same),
+            "equal": sum(n is None for n in same),
+            "parted_at": [n for n in same if n is not None],
+        }
+    return out
+
+
+def _common(a: Text, b: Text) -> int | None:
+    """None where two responses are equal, else the first position at which they differ."""
+    pairs = enumerate(zip(a.response, b.response, strict=False))
+    first = next((i for i, (x, y) in pairs if x != y), min(len(a.response), len(b.response)))
+    return None if a.response == b.response else first
+
+
+def _rollouts(gpu: Models, prompts: list, arms: list[Arm], setting: Setting, tokens: int) -> dict:
+    out, all_of = {}, []
+    for arm in arms:
+        made = roll_out(gpu.target, gpu.draft, prompts, arm, setting, k=4, max_tokens=tokens)
+        agreement = compare(made, score_texts(gpu.target, gpu.draft, made.texts, [arm], setting), setting.rule)
+        all_of.append(agreement)
+        emitted = sum(t.positions for t in made.texts)
+        out[arm.name] = {
+            "emitted_per_cycle": emitted / int(made.ends.sum()), "cycles_replayed": agreement.ends_expected,
+            "cycles": agreement.ends, "p_value": agreement.p_value, "kv_bytes_per_token": made.kv_bytes["target"],
+            "tokens_per_second": emitted / (made.seconds["draft"] + made.seconds["verify"]),
+        }  # fmt: skip
+    return {"arms": out, "joint": asdict(joint(all_of))}
+
+
+def page(made: dict) -> str:
+    """The page of gpu.json."""
+    some = next(iter(made["pairs"].values()))["environment"]
+    lines = [
+        "# Pairs on a GPU against the CPU",
+        "",
+        f"{some['device']}, {some['date']}, torch {some['torch']}, transformers {some['transformers']}; `{made['command']}`.",
+        "Texts sampled on the CPU in float32, scored there and on the GPU; alpha is the acceptance probability of a position.",
+    ]
+    for name, pair in made["pairs"].items():
+        attention = ", ".join(f"{r}: {b['name']}" for r, b in pair["attention"].items())
+        lines += ["", f"## {name}", "", f"{pair['positions']} positions; attention by {attention}.", ""]
+        lines += [
+            "| computes in | KV cache | mean alpha, CPU | GPU | mean difference of alpha | of log p | largest | within |"
+        ]
+        lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
+        for dtype, arms in pair["scored"].items():
+            for arm, d in arms.items():
+                lines.append(
+                    f"| {dtype} | {arm.split('+')[0]} | {d['alpha_cpu']:.5f} | {d['alpha_gpu']:.5f} |"
+                    f" {d['mean_difference']:.1e} | {d['mean_difference_logp']:.1e} | {d['largest_difference']:.1e} | {'yes' if d['within'] else 'NO'} |"
+                )
+        for fmt, g in pair["greedy"].items():
+            lines += [
+                "",
+                f"Greedy rollouts in float32, {fmt}: {g['equal']} of {g['texts']} texts equal token for token.",
+            ]
+            if g["parted_at"]:
+                lines[-1] += f" The others part at {', '.join(map(str, g['parted_at']))}."
+        lines += [
+            "",
+            "| rollout, K = 4, T = 1 | emitted per cycle | cycles | as replayed | p | KV bytes per token | tokens/s |",
+        ]
+        lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
+        for arm, r in pair["rollouts"]["arms"].items():
+            lines.append(
+                f"| {arm} | {r['emitted_per_cycle']:.3f} | {r['cycles']:.0f} | {r['cycles_replayed']:.1f} |"
+                f" {r['p_value']:.2f} | {r['kv_bytes_per_token']:.0f} | {r['tokens_per_second']:.0f} |"
+            )
+    lines += ["", "Within: mean |difference| of alpha and difference of its mean at most " + ", ".join(
+        f"{a} and {b} ({dtype})" for dtype, (a, b) in TOLERANCE.items()
+    ) + "."]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--pair", action="append", default=[])
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--page", type=Path)
+    args = parser.parse_args()
+    if args.page:
+        (args.page / "README.md").write_text(page(json.loads((args.page / "gpu.json").read_text())))
+        return
+    made = {"command": "python studies/gpu_check.py", "tolerance": TOLERANCE, "pairs": {}}
+    for pair in args.pair or ["tiny", "gemma270m-ngram"]:
+        made["pairs"][pair] = check(pair, args.prompts, 128, 96)
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "gpu.json").write_text(json.dumps(made, indent=1) + "\n")
+    print(page(made))
+
+
+if __name__ == "__main__":
+    main()
