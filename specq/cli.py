@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -351,9 +350,10 @@ def schema(name: Annotated[str, typer.Argument(help="recommendation or speculati
 
 
 def _not_lost(raised: "sys.UnraisableHookArgs") -> None:
-    """Ctrl-C that Python delivers inside a finalizer is dropped there, with a traceback: send it again, a moment later."""
+    """Ctrl-C that Python delivers inside a finalizer is dropped there, with a traceback: raise it again, a moment later."""
     if isinstance(raised.exc_value, KeyboardInterrupt):
-        threading.Timer(0.01, signal.raise_signal, [signal.SIGINT]).start()
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
     else:
         sys.__unraisablehook__(raised)
 
