@@ -5,7 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
 from specq import pairs
@@ -14,6 +13,7 @@ from specq.cost.gpus import parse_gpus
 from specq.errors import SpecqError
 from specq.kv import FORMATS, get_format
 from specq.shape import ModelShape, shape_of_source, with_weight_bytes
+from specq.terminal import Terminal
 
 
 def capacity_command(
@@ -44,7 +44,7 @@ def capacity_command(
     if as_json:
         print(json.dumps(as_dict(found), indent=2, allow_nan=False))
         return
-    console = Console(highlight=False)
+    console = Terminal()
     console.print(_title(found), markup=False)
     console.print(_table(found))
     for line in explain(found):

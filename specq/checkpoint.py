@@ -210,6 +210,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
     Raises SpecqError that tells Git LFS pointers, incomplete files and foreign content apart.
     """
+    _refuse_special(path)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -288,6 +289,9 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         adapter = ": it is an adapter (LoRA); merge it into its base model" if _adapter(directory) else ""
         raise SpecqError(f"no config.json in {directory}: this is not a model directory{adapter}")
     config = read_json_object(directory / "config.json")
+    for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (directory / name).is_file():
+            read_json_object(directory / name)  # what is damaged is told here, not by a library's exception
     files = _weight_files(directory)
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -304,7 +308,13 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     return Checkpoint(directory, config, tuple(files), tensors)
 
 
+def _refuse_special(path: Path) -> None:
+    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+        raise SpecqError(f"cannot read {path}: it is not a regular file")
+
+
 def _check_gguf(path: Path) -> None:
+    _refuse_special(path)
     try:
         with path.open("rb") as file:
             start = file.read(512)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -322,14 +323,16 @@ def rollout(
         Path | None, typer.Option(help="Output directory; default runs/rollout-<pair>-<dtype>-k<K>.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a rollout of another configuration.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted rollout.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, for logs.")] = False,
 ) -> None:
     """Decode speculatively for real, over quantized caches, and log every drafted token."""
     from specq.rollout_command import rollout_command
 
-    options = {n: v for n, v in locals().items() if n not in ("out", "overwrite", "quiet", "dtype", "rollout_command")}
+    how = ("out", "overwrite", "resume", "quiet", "dtype", "rollout_command")
+    options = {n: v for n, v in locals().items() if n not in (*how, "how")}
     options["ngram"] = _numbers(ngram, "--ngram")
-    rollout_command(options, dtype or ["fp8"], out, overwrite, quiet)
+    rollout_command(options, dtype or ["fp8"], out, overwrite=overwrite, resume=resume, quiet=quiet)
 
 
 @app.command()
@@ -375,10 +378,22 @@ def schema(name: Annotated[str, typer.Argument(help="recommendation or speculati
     typer.echo(json.dumps(SCHEMAS[name].model_json_schema(), indent=2))
 
 
+def _not_lost(raised: "sys.UnraisableHookArgs") -> None:
+    """Ctrl-C that Python delivers inside a finalizer is dropped there, with a traceback: raise it again, a moment later."""
+    if isinstance(raised.exc_value, KeyboardInterrupt):
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+    else:
+        sys.__unraisablehook__(raised)
+
+
 def main() -> None:
     """Entry point: SpecqError becomes one message and its exit code (2), Ctrl-C one sentence and 130."""
+    sys.unraisablehook = _not_lost
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its own pool holds on to what a study has freed
-    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # torchrun, several processes
+    if (
+        "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    ):  # torchrun, several processes
         from specq import parallel
 
         parallel.run(_run)

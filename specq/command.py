@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from specq import files, from_server, pairs
 from specq.checkpoint import auto_kv_format, fingerprint, open_checkpoint, read_json_object
-from specq.config import StudyConfig, file_digest, make_config, same_study
+from specq.config import StudyConfig, file_digest, make_config, same_study, validated
 from specq.errors import SpecqError, printable
 from specq.progress import Reporter
 from specq.report.schema import Recommendation
+from specq.terminal import Terminal
 from specq.vllm_options import parse_version
 
 
@@ -68,6 +68,12 @@ def fingerprints(pair: pairs.Pair, random_weights: bool) -> dict[str, str]:
     return found
 
 
+def refuse_both(overwrite: bool, resume: bool) -> None:
+    """Raises SpecqError for two wishes that contradict each other."""
+    if overwrite and resume:
+        raise SpecqError("--resume continues what is there and --overwrite discards it; give one of them")
+
+
 def study_command(
     options: dict[str, Any],
     dtypes: list[str],
@@ -79,8 +85,7 @@ def study_command(
     quiet: bool = False,
 ) -> None:
     """Run a study, or show the finished one when its directory already holds this very configuration."""
-    if overwrite and resume:
-        raise SpecqError("--resume continues what is there and --overwrite discards it; give one of them")
+    refuse_both(overwrite, resume)
     share = _part(part)
     config, directories = resolve(options, dtypes)
     reporter = Reporter(quiet)
@@ -96,7 +101,7 @@ def study_command(
         return
     from specq.shards import refuse_mixing
 
-    refuse_mixing(out, lambda old: same_study(config, old["configuration"]), overwrite, resume)
+    refuse_mixing(out, lambda old: same_study(config, old.configuration), overwrite, resume)
     _run(config, directories, out, overwrite, reporter, resume=resume, part=share)
 
 
@@ -141,13 +146,13 @@ def _finished(out: Path, config: StudyConfig, share: tuple[int, int]) -> bool:
         raise SpecqError(
             f"{out} holds a study of another configuration; choose another --out, or --overwrite to replace it"
         )
-    if not whole:
-        _tell_part(out)
-        return True
-    if (out / "run.json").is_file():  # killed between renaming and tidying up
+    if (out / "run.json").is_file():  # killed between renaming and tidying up, or a part, which stays as it is
         from specq.shards import tidy
 
         tidy(out)
+    if not whole:
+        _tell_part(out)
+        return True
     directories = finished["directories"]
     if not all((out / d / "report.html").is_file() for d in directories.values()):
         from specq.study import draw
@@ -177,26 +182,29 @@ def merge_command(
     for path, run in zip(parts, runs, strict=True):
         if run is None:
             raise SpecqError(
-                f"{path} holds no part of a study: it has no run.json; give the --out of specq study --part"
+                f"{path} holds no part of a study: it has no run.json that can be read; give the --out of specq study --part"
             )
-        if run["study"] != runs[0]["study"]:
+        if run.study != runs[0].study:
             raise SpecqError(f"{path} belongs to another study than {parts[0]}: their configurations or weights differ")
-    versions = sorted({", ".join(f"{k} {v}" for k, v in r["versions"].items()) for r in runs})
+    versions = sorted({", ".join(f"{k} {v}" for k, v in r.versions.items()) for r in runs})
     reporter = Reporter(quiet)
     if len(versions) > 1:
         reporter.note(f"the parts were made under different versions, so last bits may differ: {'; '.join(versions)}")
-    stored = runs[0]["configuration"] | {k: v for k, v in replacing.items() if v is not None}
+    theirs = validated(runs[0].configuration)
+    stored = theirs.model_dump() | {k: v for k, v in replacing.items() if v is not None}
     pair = pairs.find(stored["pair"], stored["target"], stored["draft"])
-    stored |= {"target_sha256": None, "draft_sha256": None} | fingerprints(pair, stored["random_weights"])
+    stored |= {"target_sha256": None, "draft_sha256": None} | fingerprints(pair, theirs.random_weights)
     config = make_config(**stored)
-    if not same_study(config, runs[0]["configuration"]):
+    if not same_study(config, runs[0].configuration):
         raise SpecqError("the models or prompts given here are not those the parts were made with")
-    _run(config, runs[0]["directories"], out, overwrite, reporter, sources=list(parts))
+    if runs[0].directories.keys() != set(config.dtypes):
+        raise SpecqError(f"{parts[0] / 'run.json'} is damaged: its directories are not those of its formats")
+    _run(config, runs[0].directories, out, overwrite, reporter, sources=list(parts))
 
 
 def show(out: Path, directories: dict[str, str]) -> None:
     """Print the answer for every format and the paths of its files."""
-    console = Console(highlight=False)
+    console = Terminal()
     for directory in directories.values():
         sub = out / directory
         rec = Recommendation.model_validate(files.read_json(sub / "recommendation.json"))
@@ -211,7 +219,7 @@ def show(out: Path, directories: dict[str, str]) -> None:
             f"report: {sub / 'report.html'}\nJSON:   {sub / 'recommendation.json'}", soft_wrap=True, markup=False
         )
     console.print(
-        printable(f"all figures: {out / 'study.json'}, {out / 'positions.parquet'}, {out / 'texts.parquet'}"),
+        f"all figures: {out / 'study.json'}, {out / 'positions.parquet'}, {out / 'texts.parquet'}",
         soft_wrap=True,
         markup=False,
     )
@@ -275,5 +283,5 @@ def answer_table(rec: Recommendation) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, value in rows:
-        table.add_row(escape(name), escape(printable(value)))
+        table.add_row(escape(name), escape(value))
     return table

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from scipy.special import stdtrit
@@ -19,6 +18,7 @@ from specq.analysis import BASE, Analysis
 from specq.errors import SpecqError
 from specq.finished import Finished, load
 from specq.report.schema import Recommendation
+from specq.terminal import Terminal
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def mu_difference(a: Analysis, b: Analysis, arms: list[tuple[float, str]], k: in
 def compare_command(first: Path, second: Path) -> None:
     """Print what differs in the two studies' settings, and both answers with the difference, format by format."""
     a, b = load(first), load(second)
-    console = Console(highlight=False)
+    console = Terminal()
     console.print(f"A: {first}\nB: {second}", soft_wrap=True, markup=False)
     console.print(settings_table(a, b))
     common = [d for d in a.config.dtypes if d in b.config.dtypes]

@@ -4,7 +4,6 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from specq import files
@@ -13,6 +12,7 @@ from specq.cost.calibration import Calibration, fit
 from specq.cost.gpus import Gpu, parse_gpus
 from specq.cost.table import read_records
 from specq.errors import SpecqError
+from specq.terminal import Terminal
 
 TOLD = {
     "bandwidth": "share of the memory bandwidth",
@@ -50,14 +50,14 @@ def cost_command(
         body = {"gpu": gpu.name, "gpus": count, "efficiency": asdict(found.efficiency), "fixed_seconds": fixed}
         print(json.dumps(body | found.as_dict() | {"rows": rows}, indent=2, allow_nan=False))
         return
-    console = Console(highlight=False)
+    console = Terminal()
     show(console, found)
     console.print(record_table(found))
     if out is not None:
         console.print(f"written: {out}, for --cost roofline:{out}", soft_wrap=True, markup=False)
 
 
-def show(console: Console, found: Calibration) -> None:
+def show(console: Terminal, found: Calibration) -> None:
     """The factors, how far the roofline is from the timings by kind and format, and what to be wary of."""
     console.print(factor_table(found))
     console.print(group_table(found))

@@ -48,8 +48,8 @@ class Drafter(Protocol):
         ...
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its KV cache."""
+    def bytes_per_token(self) -> float:
+        """Measured bytes of its KV cache per token."""
         ...
 
 

@@ -19,5 +19,8 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's message, or the kind of the exception where it has none."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """The first line of a library's message (the first two where one ends with a colon), or the exception's kind if none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if isinstance(error, KeyError):
+        return f"{lines[0]} is missing or unknown"
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

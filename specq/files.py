@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from specq.prompts import Text
 
-STUDY = "study.json"
+STUDY = "study"  # what a directory is unless said otherwise; its summary is study.json
 
 
 def finite(value: Any) -> Any:  # noqa: ANN401 - any JSON value
@@ -91,13 +91,13 @@ def from_arrow(column: "pa.ChunkedArray") -> np.ndarray:
     return flat.reshape(-1, column.type.list_size)
 
 
-def refuse_foreign(out: Path, summary: str = STUDY) -> None:
-    """Raises SpecqError when `out` holds something else than what `summary` belongs to, which nothing here may replace."""
-    ours = (STUDY, "run.json") if summary == STUDY else (summary,)  # a part of a study is its pieces
+def refuse_foreign(out: Path, kind: str = STUDY) -> None:
+    """Raises SpecqError when `out` holds something else than a `kind`, known by <kind>.json: nothing here may replace it."""
+    ours = (f"{kind}.json", *(["run.json"] if kind == STUDY else []))  # a part of a study is its pieces
     if not out.exists() or any((out / name).is_file() for name in ours):
         return
     if not out.is_dir() or any(out.iterdir()):
-        raise SpecqError(f"{out} exists and is no {Path(summary).stem}; choose another --out")
+        raise SpecqError(f"{out} exists and is no {kind}; choose another --out")
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def sole_writer(out: Path) -> Iterator[None]:
         except OSError:
             same = False
         if not same:
-            raise SpecqError(f"another study is being written to {out}; wait for it or choose another --out")
+            raise SpecqError(f"another run is being written to {out}; wait for it or choose another --out")
         try:
             yield
         finally:
@@ -125,32 +125,22 @@ def sole_writer(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole_directory(out: Path, overwrite: bool, summary: str = STUDY) -> Iterator[Path]:
-    """For short work: a directory `<out>.partial/` that is renamed to `out` when the block ends well, and removed if not.
-
-    `overwrite` replaces its own kind only, known by the file `summary`: any other directory that holds something is refused.
-    """
-    refuse_foreign(out, summary)
+def whole_directory(out: Path) -> Iterator[Path]:
+    """For short work: a directory `<out>.partial/` that is renamed to `out` when the block ends well, and removed if not."""
+    refuse_foreign(out)
     partial = out.with_name(out.name + ".partial")
     with sole_writer(out):
         if (partial / "run.json").is_file():
-            raise SpecqError(f"{partial} holds an interrupted study; finish it with --resume or choose another --out")
+            raise SpecqError(f"{partial} holds an interrupted run; finish it with --resume or choose another --out")
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
             yield partial
-            replace_directory(partial, out, overwrite)
+            os.replace(partial, out)
         except OSError as error:
             raise SpecqError(f"cannot write to {partial}: {error.strerror or error}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def replace_directory(partial: Path, out: Path, overwrite: bool) -> None:
-    """Rename `partial` to `out`; with `overwrite`, in the place of what was there."""
-    if out.exists() and overwrite:
-        shutil.rmtree(out)
-    os.replace(partial, out)
 
 
 def write_texts(path: Path, texts: "Sequence[Text]") -> None:
@@ -240,18 +230,75 @@ class PositionFile(Mapping[str, np.ndarray]):
         return len(self.names)
 
 
+class ArmRows(Mapping[str, np.ndarray]):
+    """Columns of positions.parquet in some of its row groups, each read when it is asked for and held by nobody.
+
+    Raises SpecqError when the file turns out damaged.
+    """
+
+    def __init__(self, path: Path, groups: Sequence[int], names: Sequence[str]) -> None:
+        self.path, self.groups, self.names = path, list(groups), list(names)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        import pyarrow.parquet as pq
+
+        if name not in self.names:
+            raise KeyError(name)
+        with _readable(self.path), pq.ParquetFile(self.path) as file:
+            return from_arrow(file.read_row_groups(self.groups, columns=[name]).column(0))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def arm_row_groups(path: Path, columns: Sequence[str]) -> dict[tuple[str, str], list[int]]:
+    """Row groups of positions.parquet by (text, arm), in the order of the file; `write_positions` mixes none.
+
+    Raises SpecqError when the file is missing, damaged, without one of `columns`, or written otherwise.
+    """
+    import pyarrow.parquet as pq
+
+    found: dict[tuple[str, str], list[int]] = {}
+    with _readable(path):
+        lacking = {"text", "arm", *columns} - set(pq.read_schema(path).names)
+    if lacking:
+        raise SpecqError(
+            f"{path} has no column {min(lacking)}, which this version of specq writes: run the study again"
+        )
+    with _readable(path), pq.ParquetFile(path, read_dictionary=["text", "arm"]) as file:
+        for i in range(file.num_row_groups):
+            table = file.read_row_group(i, columns=["text", "arm"])
+            text, arm = (table.column(n).unique().to_pylist() for n in ("text", "arm"))
+            if len(text) != 1 or len(arm) != 1:
+                raise SpecqError(
+                    f"{path} mixes arms in a row group, as no specq of this version does: run the study again"
+                )
+            found.setdefault((text[0], arm[0]), []).append(i)
+    return found
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except pa.ArrowInvalid as error:
+        raise SpecqError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+    except OSError as error:
+        raise SpecqError(f"cannot read {path}: {error.strerror or error}") from error
+
+
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> dict[str, np.ndarray]:
     """A parquet file's columns (all by default) in the order of its rows; lists of fixed length n become [rows, n].
 
     Raises SpecqError when it is missing or damaged.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    with _readable(path):
         table = pq.read_table(path, columns=None if columns is None else list(columns))
-    except OSError as error:
-        raise SpecqError(f"cannot read {path}: {error.strerror or error}") from error
-    except pa.ArrowInvalid as error:
-        raise SpecqError(f"{path} is damaged: {error}") from error
     return {name: from_arrow(table.column(name)) for name in table.column_names}

@@ -100,11 +100,15 @@ def load(folder: Path) -> Finished:
 def _material(folder: Path, study: dict, config: StudyConfig) -> Material:
     sets = _texts(files.read_parquet(folder / "texts.parquet"), study["prompts"]["kept"])
     columns = COLUMNS if "shape" in study["pair"]["draft"] else (*COLUMNS, *DEPTH_COLUMNS)
-    rows = files.read_parquet(folder / "positions.parquet", [*columns, "arm", "text"])
-    shapes = [_columns(rows, study["text"], None)]
+    path = folder / "positions.parquet"
+    groups = files.arm_row_groups(path, columns)
     names = (NULL, *config.dtypes) if config.text in ("own", "both") else ()
-    shapes += [_columns(rows, "own", name) for name in names]
-    if len(sets) != len(shapes):
+    shapes = [
+        {arm: files.ArmRows(path, found, columns) for (text, arm), found in groups.items()
+         if text == kind and (fmt is None or arm.split("+")[0] == fmt)}
+        for kind, fmt in [(study["text"], None), *(("own", name) for name in names)]
+    ]  # fmt: skip
+    if len(sets) != len(shapes) or not all(shapes):
         raise SpecqError(f"{folder} is damaged: {len(sets)} sets of texts where {len(shapes)} were scored")
     done = [_analyse(texts, columns, config) for texts, columns in zip(sets, shapes, strict=True)]
     own = dict(zip(names, done[1:], strict=True))
@@ -119,15 +123,6 @@ def _texts(table: Mapping[str, np.ndarray], kept: int) -> list[list[Text]]:
         for p, d, g, arm, ended, t, r in zip(*(table[n] for n in names), strict=True)
     ]
     return [texts[i : i + kept] for i in range(0, len(texts), kept)]
-
-
-def _columns(rows: Mapping[str, np.ndarray], kind: str, fmt: str | None) -> dict[str, Columns]:
-    """Logged columns per arm of one set of texts: the main one, or a format's own."""
-    of_kind = rows["text"] == kind
-    arms = dict.fromkeys(rows["arm"][of_kind].tolist())
-    wanted = [a for a in arms if fmt is None or a.split("+")[0] == fmt]
-    logged = [c for c in (*COLUMNS, *DEPTH_COLUMNS) if c in rows]
-    return {a: {c: rows[c][of_kind & (rows["arm"] == a)] for c in logged} for a in wanted}
 
 
 def _analyse(texts: list[Text], columns: dict[str, Columns], config: StudyConfig) -> Analysis:

@@ -12,18 +12,20 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 import torch
+import transformers
 
-from specq import files, shards
+from specq import __version__, files, shards
 from specq.analysis import NULL
-from specq.config import StudyConfig
+from specq.checkpoint import fingerprint
+from specq.config import RunConfig, identity
 from specq.inputs import Models
 from specq.kv.calibration import KVRange
 from specq.memory import Fits
-from specq.models import Geometry
+from specq.models import Geometry, LoadedModel
 from specq.progress import Reporter
 from specq.prompts import Prompt, Text
 from specq.replay import Arm, ArmScores, Pass, ReplayResult, Setting, score_texts
-from specq.shards import BLOCK, SIZE, Columns, Piece, Shards
+from specq.shards import BLOCK, SIZE, Columns, Piece, Run, Shards
 from specq.texts import sample_texts
 
 
@@ -31,7 +33,7 @@ from specq.texts import sample_texts
 class Work:
     """What every stage needs; `notes` collects what a reader should know about how it went."""
 
-    config: StudyConfig
+    config: RunConfig
     models: Models
     setting: Setting
     prompts: list[Prompt]
@@ -43,6 +45,26 @@ class Work:
     def mine(self) -> list[Prompt]:
         """The prompts of this run's part of the study."""
         return [p for i, p in enumerate(self.prompts) if self.shards.takes(i)]
+
+
+def _content(model: LoadedModel, digest: str | None) -> str:
+    """What a model's weights are told by; a registered shape with random weights is told by its name."""
+    return digest or (fingerprint(model.checkpoint) if model.checkpoint else "random")
+
+
+def run_of(
+    config: RunConfig,
+    models: Models,
+    directories: Mapping[str, str] | None = None,
+    part: tuple[int, int] = (1, 1),
+    kind: str = "study",
+) -> Run:
+    """What the pieces of a study or rollout are marked with."""
+    weights = {role: _content(model, getattr(config, f"{role}_sha256")) for role, model in models.by_role.items()}
+    versions = {"specq": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    versions["processes"] = str(models.target.processes)  # they add up in another order
+    identified = identity(config) | {"weights": weights}
+    return Run(identified, config.model_dump(mode="json"), directories or {}, versions, part, kind)
 
 
 def sample(work: Work, arm: Arm) -> list[Text]:

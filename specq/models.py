@@ -30,6 +30,7 @@ from specq.shape import ModelShape, shape_of
 
 SAMPLING = ("temperature", "top_k", "top_p")
 # generation_config settings that vLLM applies by default and specq does not model, with their values that do nothing
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 UNMODELLED = {"repetition_penalty": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _GGUF_FILE = {"gguf_file": f"model{GGUF}"}  # as `staged` names it
 PLAIN_DTYPES = tuple(PLAIN.values())
@@ -281,7 +282,9 @@ def examine(source: str) -> Examined:
         try:
             tokenizer = AutoTokenizer.from_pretrained(where, **more, **weights.LOCAL)
         except Exception as error:  # transformers raises many kinds here; the reason is in the text
-            raise SpecqError(f"no usable tokenizer in {source}: {first_line(error)}") from error
+            known = any((checkpoint.directory / name).is_file() for name in _TOKENIZERS) or checkpoint.is_gguf
+            reason = first_line(error) if known else f"it has none of {', '.join(_TOKENIZERS)}"
+            raise SpecqError(f"no usable tokenizer in {source}: {reason}") from error
     return Examined(config, geometry, checkpoint, tokenizer)
 
 
@@ -440,12 +443,19 @@ def load(
                 dtype=dtype,
                 attn_implementation=attention.NAME,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
                 **where,
                 **kind,
                 **weights.LOCAL,
             )
     except Exception as error:
         raise SpecqError(f"cannot load the weights in {source}: {first_line(error)}") from error
+    if info["mismatched_keys"]:
+        name, stored, wanted = min(info["mismatched_keys"])
+        raise SpecqError(
+            f"{source}: {name} has shape {list(stored)}, and config.json calls for {list(wanted)}; config and weights do not"
+            " belong together"
+        )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise SpecqError(

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from specq.errors import printable
+from specq.terminal import Terminal
 
 
 class Reporter:
@@ -15,11 +14,11 @@ class Reporter:
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self.console = Terminal(stderr=True, quiet=quiet)
 
     def note(self, text: str) -> None:
         """One line for the person who waits."""
-        self.console.print(printable(text), markup=False, soft_wrap=True)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
     def task(self, what: str, total: float) -> Iterator[Callable[[float], None]]:
@@ -33,6 +32,6 @@ class Reporter:
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=self.console, disable=self.quiet) as bar:
-            task = bar.add_task(escape(printable(what)), total=total)
+            task = bar.add_task(escape(what), total=total)
             yield lambda done: bar.advance(task, done)
             bar.update(task, completed=total)  # texts that end early leave work undone

@@ -39,6 +39,7 @@ RESPONSES = ("response", "response_token_ids")
 FORMATS = (".txt", ".jsonl", ".ndjson", ".json", ".parquet")
 COMPRESSED = (".gz", ".xz", ".zst")
 LONGEST_LINE = 1 << 28  # bytes; a longer line is no prompt
+LONGEST_NUMBER = 1000  # digits; Python refuses to read 4300
 LONGEST_FILE = 1 << 33  # bytes after decompression: a small file can expand without end
 ROLES = {
     "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
@@ -156,6 +157,8 @@ def _lines(path: Path, undecodable: str, report: PromptReport) -> Iterator[tuple
             if len(raw) > LONGEST_LINE or offset - start > LONGEST_LINE:
                 continue
             if n == 1:
+                if raw[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff"):
+                    raise SpecqError(f"{path} is UTF-32 text; convert it: iconv -f UTF-32 -t UTF-8 {path.name}")
                 if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
                     raise SpecqError(f"{path} is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8 {path.name}")
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
@@ -200,12 +203,18 @@ def _constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON value")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_constant)
+def _whole(digits: str) -> int:
+    if len(digits) > LONGEST_NUMBER:
+        raise ValueError(f"a number of {len(digits):,} digits is no JSON value to use")
+    return int(digits)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_constant, parse_int=_whole)
 
 
 def _parse(text: str) -> Any:  # noqa: ANN401
     try:
-        return json.loads(text, parse_constant=_constant)
+        return json.loads(text, parse_constant=_constant, parse_int=_whole)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

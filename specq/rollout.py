@@ -40,6 +40,7 @@ COLUMNS = {
     "accepted": np.bool_,
     "accepted_engine": np.bool_,
 }
+COUNTS = ("cycles", "undrafted", "out_of_positions", "ends")  # of every text
 
 
 @dataclass
@@ -123,7 +124,7 @@ def roll_out(
         running.close()
         rows += group
     made.texts = [Text(r.prompt, tuple(r.ids[len(r.prompt.tokens) :]), arm.name, r.ended) for r in rows]
-    for name in ("cycles", "undrafted", "out_of_positions", "ends"):
+    for name in COUNTS:
         setattr(made, name, np.array([getattr(r, name) for r in rows]))
     made.accepted = np.stack([r.accepted for r in rows])
     types = COLUMNS | {"prompt": np.int32}

@@ -1,6 +1,7 @@
 """What `specq rollout` does around the rollouts: inputs, one arm after the other, their files, the answer in the terminal.
 
-The directory holds texts.parquet, cycles.parquet (one row per arm, prompt, cycle and drafted token) and rollout.json.
+The directory holds texts.parquet, cycles.parquet (one row per arm, prompt, cycle and drafted token) and rollout.json. What
+was decoded or replayed when a run is interrupted lies in pieces in `<out>.partial/`, as a study's does.
 """
 
 import os
@@ -10,21 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from specq import files, pairs
-from specq.command import fingerprints, format_names
+from specq.command import fingerprints, format_names, refuse_both
 from specq.config import RolloutConfig, make_config, same_study
 from specq.errors import SpecqError
 from specq.progress import Reporter
+from specq.terminal import Terminal
 
-SUMMARY = "rollout.json"
+KIND = "rollout"
+SUMMARY = f"{KIND}.json"
 
 
-def rollout_command(options: dict[str, Any], dtypes: list[str], out: Path | None, overwrite: bool, quiet: bool) -> None:
+def rollout_command(
+    options: dict[str, Any],
+    dtypes: list[str],
+    out: Path | None,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    quiet: bool = False,
+) -> None:
     """Run rollouts, or show the finished ones when their directory already holds this very configuration."""
+    refuse_both(overwrite, resume)
     pair = pairs.find(options["pair"], options["target"], options["draft"])
     from specq.kv import get_format
 
@@ -42,20 +53,26 @@ def rollout_command(options: dict[str, Any], dtypes: list[str], out: Path | None
     out = Path(os.path.normpath(out or Path("runs") / folder))
     if not out.name:
         raise SpecqError(f"--out {out} is no directory that a rollout could be renamed to; name a new one")
-    files.refuse_foreign(out, SUMMARY)
+    files.refuse_foreign(out, KIND)
+    from specq.shards import refuse_mixing, tidy
+
     if (out / SUMMARY).is_file() and not overwrite:
         finished = files.read_json(out / SUMMARY)
         if not isinstance(finished, dict) or not same_study(config, finished.get("configuration")):
             raise SpecqError(
                 f"{out} holds a rollout of another configuration; choose another --out, or --overwrite to replace it"
             )
+        tidy(out, KIND)  # it may have been killed between renaming and tidying up
     else:
-        run_rollouts(config, out, overwrite, Reporter(quiet))
+        refuse_mixing(out, lambda old: same_study(config, old.configuration), overwrite, resume, KIND)
+        run_rollouts(config, out, overwrite, Reporter(quiet), resume=resume)
     show(out)
 
 
-def run_rollouts(config: RolloutConfig, out: Path, overwrite: bool, reporter: Reporter) -> None:
-    """Roll every format out and write `out`. Raises SpecqError for all that the user can mend; nothing is left then."""
+def run_rollouts(
+    config: RolloutConfig, out: Path, overwrite: bool, reporter: Reporter, *, resume: bool = False
+) -> None:
+    """Roll every format out and write `out`. Raises SpecqError for all that the user can mend; finished pieces are kept."""
     from specq.acceptance import Rule
     from specq.agreement import compare
     from specq.inputs import (
@@ -68,10 +85,11 @@ def run_rollouts(config: RolloutConfig, out: Path, overwrite: bool, reporter: Re
         round_query_policy,
     )
     from specq.kv import get_format
-    from specq.ngram import NgramLookup
+    from specq.measure import Work, run_of, score
     from specq.prompts import read_records
-    from specq.replay import Arm, Setting, score_texts
-    from specq.rollout import roll_out
+    from specq.replay import Arm, Setting
+    from specq.rollout_stage import roll
+    from specq.shards import workspace
     from specq.summary import describe, environment, peak_memory, prompt_block
 
     records, report = read_records(prompt_source(config), config.undecodable)
@@ -82,33 +100,26 @@ def run_rollouts(config: RolloutConfig, out: Path, overwrite: bool, reporter: Re
     for name in config.dtypes:
         fmt = get_format(name)
         arms.append(Arm.of(fmt, fmt if config.draft_dtype == "same" else get_format(config.draft_dtype)))
-    with files.whole_directory(out, overwrite, SUMMARY) as folder:
+    run = run_of(config, models, kind=KIND)
+    with workspace(out, run, reporter, overwrite=overwrite, resume=resume) as shards:
         formats = list(dict.fromkeys(p.format for a in arms for p in (a.target, a.draft)))
         scales = calibrate(config, models, formats, prompts, spare, reporter)
         setting = Setting(
             *resolve_sampling(config, models.target), rule, models.vocabulary, config.seed, scales,
             round_query_policy(config), config.k,
         )  # fmt: skip
+        work = Work(config, models, setting, prompts, shards, reporter)
         rollouts, blocks = [], {}
         # the replay's draft reads every token of a text but the last
         draft_positions = min([m.geometry.max_positions for m in models.by_role.values()], default=0)
         for arm in arms:
-            total = sum(len(p.tokens) - 1 for p in prompts) + len(prompts) * config.output_tokens
-            with reporter.task(f"rolling out {arm.name}, K = {config.k}", total) as done:
-                made = roll_out(
-                    models.target, models.draft, prompts, arm, setting, k=config.k, max_tokens=config.output_tokens,
-                    batch=config.rows, progress=done,
-                )  # fmt: skip
-            agreement = None
+            made, agreement = roll(work, arm), None
             if config.replay and max(len(t.tokens) for t in made.texts) <= draft_positions + 1:
-                passes = 1 if isinstance(models.draft, NgramLookup) else 2
-                total = passes * sum(len(t.prompt.tokens) + t.positions for t in made.texts)
-                with reporter.task(f"replaying {arm.name}", total) as done:
-                    agreement = compare(
-                        made, score_texts(models.target, models.draft, made.texts, [arm], setting, done), rule
-                    )
+                told = score(work, f"replay-{arm.name}", made.texts, [arm], f"the rollout of {arm.name}")
+                agreement = compare(made, told, rule)
             rollouts.append(made)
             blocks[arm.name] = summarise(made, models.target.geometry, agreement)
+        folder = shards.folder.parent
         files.write_texts(folder / "texts.parquet", [t for r in rollouts for t in r.texts])
         files.write_parquet(folder / "cycles.parquet", cycle_columns(rollouts))
         files.write_json(
@@ -133,6 +144,7 @@ def run_rollouts(config: RolloutConfig, out: Path, overwrite: bool, reporter: Re
                     *dict.fromkeys(note for m in models.by_role.values() for note in m.notes),
                     *prompt_warnings(config, prompts, report),
                     *_short_texts(rollouts),
+                    *work.notes,
                 ],
             },
         )
@@ -230,7 +242,7 @@ def _agreement_block(a: Any) -> dict:  # noqa: ANN401
 
 def show(out: Path) -> None:
     """Print every arm's figures and the paths of the files."""
-    console, found = Console(highlight=False), files.read_json(out / SUMMARY)
+    console, found = Terminal(), files.read_json(out / SUMMARY)
     for name, b in found["arms"].items():
         table = Table(show_header=False, box=None, pad_edge=False)
         table.add_column(style="bold", no_wrap=True)

@@ -6,9 +6,10 @@ directory's configuration alone (`shape_of_source`, which builds the model witho
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specq.errors import SpecqError
+from specq.errors import SpecqError, first_line
 from specq.kv import KVFormat
 
 if TYPE_CHECKING:
@@ -182,15 +183,18 @@ def shape_of_source(source: str) -> ModelShape:
     Raises SpecqError where the configuration cannot be read or the model not be built from it.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
+    from specq.checkpoint import read_json_object
+    from specq.weights import read_config
+
+    local = Path(source).is_dir()
+    config = read_config(source, read_json_object(Path(source) / "config.json") if local else {}, local=local)
     try:
-        config = AutoConfig.from_pretrained(source)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds here; the reason is in the text
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SpecqError(f"cannot read the shape of {source}: {reason}") from error
+        raise SpecqError(f"cannot read the shape of {source}: {first_line(error)}") from error
     return shape_of(config, ((name, p.numel()) for name, p in model.named_parameters()))
 
 

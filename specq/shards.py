@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import BaseModel, Field, ValidationError
 
 from specq import files
 from specq.errors import Interrupted, SpecqError
@@ -30,6 +31,7 @@ from specq.progress import Reporter
 BLOCK = 32  # prompts that are sampled together, and the least that a machine can take of a shared study
 SIZE = 8  # texts scored per piece; divides BLOCK, and no result depends on it
 OURS = ("shards", "run.json", "run.json.tmp")  # what a run that was killed early leaves
+REPLACED = "replaced"  # where the directory that --overwrite replaces waits to be removed
 T = TypeVar("T")
 
 
@@ -38,7 +40,8 @@ class Run:
     """What a directory of pieces belongs to.
 
     `identity` is everything the results depend on, compared between runs; `versions` of libraries may change last bits, so
-    a run is continued under the same ones only. `part` (i, n) takes every n-th block of prompts, counted from 1.
+    a run is continued under the same ones only. `part` (i, n) takes every n-th block of prompts, counted from 1. `kind` is
+    what the run makes, a study or a rollout; the file <kind>.json says that it is whole.
     """
 
     identity: Mapping[str, Any]
@@ -46,6 +49,7 @@ class Run:
     directories: Mapping[str, str]
     versions: Mapping[str, str]
     part: tuple[int, int] = (1, 1)
+    kind: str = files.STUDY
 
     @property
     def digest(self) -> str:
@@ -137,7 +141,7 @@ class Shards:
                 damaged.append(path.name)
                 continue
             if found != self.run.digest:
-                raise SpecqError(f"{path} belongs to another study; pieces of several studies are never mixed")
+                raise SpecqError(f"{path} belongs to another {self.run.kind}; pieces of several are never mixed")
         return damaged
 
 
@@ -192,13 +196,23 @@ def partial_of(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
-def read_run(folder: Path) -> dict[str, Any] | None:
+class Described(BaseModel):
+    """run.json, which may come from another machine: `directories` are names beside it and lead nowhere else."""
+
+    study: str
+    configuration: dict[str, Any]
+    directories: dict[str, Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")]]
+    versions: dict[str, str]
+    part: tuple[int, int]
+    kind: str = files.STUDY
+
+
+def read_run(folder: Path) -> Described | None:
     """run.json of a directory of pieces, None where there is none that can be read."""
     try:
-        run = files.read_json(folder / "run.json")
-    except SpecqError:
+        return Described.model_validate(files.read_json(folder / "run.json"))
+    except (SpecqError, ValidationError):
         return None
-    return run if isinstance(run, dict) and {"study", "configuration", "part", "versions"} <= run.keys() else None
 
 
 def count(folder: Path) -> int:
@@ -206,50 +220,48 @@ def count(folder: Path) -> int:
     return len(list((folder / "shards").glob("*.parquet")))
 
 
-def refuse_mixing(out: Path, same: Callable[[dict[str, Any]], bool], overwrite: bool, resume: bool) -> None:
+def refuse_mixing(
+    out: Path, same: Callable[[Described], bool], overwrite: bool, resume: bool, kind: str = files.STUDY
+) -> None:
     """Raises SpecqError when `<out>.partial/` holds work that this run must not touch.
 
-    `same` says whether the run.json found there is of this very study.
+    `same` says whether the run.json found there is of this very study or rollout (`kind`).
     """
     partial = partial_of(out)
     if not partial.exists():
         return
     run, pieces = read_run(partial), count(partial)
     if not partial.is_dir() or (run is None and any(p.name not in OURS for p in partial.iterdir())):
-        raise SpecqError(f"{partial} is in the way and is no interrupted study; move it or choose another --out")
+        raise SpecqError(f"{partial} is in the way and is no interrupted {kind}; move it or choose another --out")
     if not pieces or overwrite:
         return
     if run is None:
         raise SpecqError(
-            f"{partial} holds {pieces} finished pieces, but its run.json cannot be read, so nothing says of which study;"
+            f"{partial} holds {_pieces(pieces)}, but its run.json cannot be read, so nothing says of which {kind};"
             " --overwrite discards them"
         )
     if not same(run):
         raise SpecqError(
-            f"{partial} holds {pieces} finished pieces of an interrupted study of another configuration; choose another --out,"
-            " or --overwrite to discard them"
+            f"{partial} holds {_pieces(pieces)} of an interrupted {run.kind} of another configuration;"
+            " choose another --out, or --overwrite to discard them"
         )
     if not resume:
         raise SpecqError(
-            f"{partial} holds {pieces} finished pieces of an interrupted study; --resume continues it, --overwrite starts anew"
+            f"{partial} holds {_pieces(pieces)} of an interrupted {kind}; --resume continues it, --overwrite starts anew"
         )
 
 
 def _refuse_other_ways(partial: Path, run: Run) -> None:
     """The same study, but pieces that would not be the same."""
     old = read_run(partial)
-    changed = [
-        f"{k} {old['versions'].get(k)} then, {v} now" for k, v in run.versions.items() if old["versions"].get(k) != v
-    ]
+    changed = [f"{k} {old.versions.get(k)} then, {v} now" for k, v in run.versions.items() if old.versions.get(k) != v]
     if changed:
         raise SpecqError(
             f"{partial} was begun under other versions ({', '.join(changed)}), which may differ in last bits; continue it under"
             " those, or --overwrite to start anew"
         )
-    if old["part"] != list(run.part):
-        raise SpecqError(
-            f"{partial} holds part {old['part'][0]} of {old['part'][1]} of this study; choose another --out"
-        )
+    if old.part != run.part:
+        raise SpecqError(f"{partial} holds part {old.part[0]} of {old.part[1]} of this study; choose another --out")
 
 
 @contextmanager
@@ -268,24 +280,27 @@ def workspace(
     about what is kept. Without a finished piece nothing is left behind. A second run into the same directory is refused
     while the first one works. `sources` are directories whose pieces are taken over; nothing is computed then.
     """
-    files.refuse_foreign(out)
+    files.refuse_foreign(out, run.kind)
     if out.exists() and any(out.iterdir()) and not overwrite:
-        raise SpecqError(f"{out} holds a study already; choose another --out, or --overwrite to replace it")
+        raise SpecqError(f"{out} holds a {run.kind} already; choose another --out, or --overwrite to replace it")
     partial = partial_of(out)
     with files.sole_writer(out):
-        refuse_mixing(out, lambda old: old["study"] == run.digest, overwrite, resume or bool(sources))
+        refuse_mixing(out, lambda old: old.study == run.digest, overwrite, resume or bool(sources), run.kind)
         if count(partial) and not overwrite:
             _refuse_other_ways(partial, run)
-        with _keeping(partial, borrowed=bool(sources) and not count(partial)):
+        with _keeping(partial, out, borrowed=bool(sources) and not count(partial)):
             shards = _opened(partial, run, reporter, overwrite, sources)
             yield shards
-            files.replace_directory(partial, out, overwrite)
-            tidy(out)
+            if out.exists() and overwrite:  # renamed, not removed: at no moment are there neither the old nor the new
+                os.replace(out, partial / REPLACED)
+            os.replace(partial, out)
+            tidy(out, run.kind)
 
 
-def tidy(out: Path) -> None:
-    """Remove the pieces of a study that is whole; a part of a study is its pieces and keeps them."""
-    if (out / "study.json").is_file():
+def tidy(out: Path, kind: str = files.STUDY) -> None:
+    """Remove what was replaced, and the pieces of a run that is whole; a part of a study is its pieces and keeps them."""
+    shutil.rmtree(out / REPLACED, ignore_errors=True)
+    if (out / f"{kind}.json").is_file():
         shutil.rmtree(out / "shards", ignore_errors=True)
         (out / "run.json").unlink(missing_ok=True)
 
@@ -307,12 +322,12 @@ def _opened(partial: Path, run: Run, reporter: Reporter, overwrite: bool, source
             raise SpecqError(f"{len(damaged)} of the pieces given are damaged ({damaged[0]}); make that part again")
         reporter.note(f"{len(damaged)} damaged pieces are made again, {damaged[0]} first")
     if kept := count(partial):
-        reporter.note(f"{kept} finished pieces in {partial}")
+        reporter.note(f"{_pieces(kept)} in {partial}")
     return shards
 
 
 @contextmanager
-def _keeping(partial: Path, borrowed: bool) -> Iterator[None]:
+def _keeping(partial: Path, out: Path, borrowed: bool) -> Iterator[None]:
     """Turn interruptions and failed writes into sentences that say what is kept.
 
     A directory without pieces is removed, and so is one of `borrowed` pieces, copies of what lies elsewhere.
@@ -320,7 +335,8 @@ def _keeping(partial: Path, borrowed: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted(f"interrupted; {_kept(partial, borrowed)}") from None
+        kept = _kept(partial, borrowed) if partial.exists() or not out.exists() else f"{out} is complete"
+        raise Interrupted(f"interrupted; {kept}") from None
     except OSError as error:
         raise SpecqError(f"cannot write to {partial}: {error.strerror or error}; {_kept(partial, borrowed)}") from error
     except SpecqError as error:
@@ -338,7 +354,11 @@ def _kept(partial: Path, borrowed: bool) -> str:
         return "the parts are as they were"
     if not pieces:
         return "no piece was finished yet, so nothing is kept"
-    return f"{pieces} finished pieces are kept in {partial}, and the same command with --resume continues"
+    return f"{_pieces(pieces)} {'are' if pieces > 1 else 'is'} kept in {partial}, and the same command with --resume continues"
+
+
+def _pieces(count: int) -> str:
+    return f"{count} finished piece{'s' if count > 1 else ''}"
 
 
 def _take_over(source: Path, shards: Shards) -> None:

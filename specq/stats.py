@@ -157,7 +157,8 @@ class Resampler:
         """
         if self.documents < 2:
             return np.concatenate([np.ones((1, 1)), np.full((1, sums.ends.shape[1]), np.nan)], axis=1)
-        m = (self.weights @ sums.tokens)[:, None] / (self.weights @ sums.ends)
+        with np.errstate(invalid="ignore"):  # a draw of documents that all end at their first token has no cycle: NaN
+            m = (self.weights @ sums.tokens)[:, None] / (self.weights @ sums.ends)
         return np.concatenate([np.ones((len(m), 1)), m], axis=1)
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from specq import __version__, analysis, files, from_server, pairs, recommendation
+from specq import analysis, files, from_server, pairs, recommendation
 from specq.analysis import BASE, NULL, Analysis
 from specq.chain import EDGE_WARNING, edge_bias
-from specq.checkpoint import fingerprint
 from specq.conclude import Conclusion, Material, conclude
-from specq.config import DRAWS, StudyConfig, identity
+from specq.config import DRAWS, StudyConfig
 from specq.cost import CostModel, FreeDraft, Operating, cycle_times, measured
 from specq.cost.spec import build, parse_cost
 from specq.decision import StudyFacts
@@ -34,8 +33,7 @@ from specq.inputs import (
     round_query_policy,
 )
 from specq.kv import KVFormat, get_format
-from specq.measure import Work, sample, score
-from specq.models import LoadedModel
+from specq.measure import Work, run_of, sample, score
 from specq.outliers import find_outliers
 from specq.progress import Reporter
 from specq.prompts import Prompt, PromptReport, Text, read_records
@@ -43,7 +41,7 @@ from specq.replay import ALTERNATIVE, Arm, ReplayResult, Setting
 from specq.report.schema import Recommendation
 from specq.rules import Rule
 from specq.sensitivity import sensitivity
-from specq.shards import BLOCK, Run, workspace
+from specq.shards import BLOCK, workspace
 
 BF16 = get_format("bf16")
 SATURATION_WARNING = 1e-6  # share of saturated elements worth a word
@@ -180,22 +178,6 @@ def _model_cost(config: StudyConfig, models: Models, formats: Sequence[KVFormat]
         )
 
 
-def _content(model: LoadedModel, digest: str | None) -> str:
-    """What a model's weights are told by; a registered shape with random weights is told by its name."""
-    return digest or (fingerprint(model.checkpoint) if model.checkpoint else "random")
-
-
-def run_of(config: StudyConfig, directories: dict[str, str], models: Models, part: tuple[int, int] = (1, 1)) -> Run:
-    """What this study's pieces are marked with."""
-    import torch
-    import transformers
-
-    weights = {role: _content(model, getattr(config, f"{role}_sha256")) for role, model in models.by_role.items()}
-    versions = {"specq": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    versions["processes"] = str(models.target.processes)  # they add up in another order
-    return Run(identity(config) | {"weights": weights}, config.model_dump(mode="json"), directories, versions, part)
-
-
 def run_study(
     config: StudyConfig,
     directories: dict[str, str],
@@ -228,7 +210,7 @@ def run_study(
         )
     rule = Rule(config.draft_sampling, config.verify)
     watch.lap("load")
-    run = run_of(config, directories, models, part)
+    run = run_of(config, models, directories, part)
     with workspace(out, run, reporter, overwrite=overwrite, resume=resume, sources=sources) as shards:
         scales = calibrate(config, models, formats, prompts, spare, reporter)
         rounds = round_query_policy(config)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -20,6 +19,7 @@ from specq.finished import Finished, load, reconfigured
 from specq.kv import get_format
 from specq.mixtures import GroupChoice, lonely_groups
 from specq.sensitivity import sensitivity
+from specq.terminal import Terminal
 from specq.tune import pays, quantile_interval, tokens_ratio
 
 
@@ -43,9 +43,9 @@ def tune_command(folder: Path, changes: Mapping[str, Any], mix: str | None, out:
             raise SpecqError(f"{out} exists and is not empty; choose another --out")
     found = conclude(facts, formats, finished.material, cost, shares)
     if out is not None:
-        with files.whole_directory(out, overwrite=False) as partial:
+        with files.whole_directory(out) as partial:
             write(partial, finished, facts, cost, found)
-    console = Console(highlight=False)
+    console = Terminal()
     steps = cost.cost if isinstance(cost, FreeDraft) else cost
     if isinstance(steps, Roofline) and steps.calibration:
         show(console, steps.calibration)

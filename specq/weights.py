@@ -29,15 +29,22 @@ def packaged_gguf(package: str) -> str:
     return str(module.assemble())
 
 
-def read_config(source: str, raw: dict[str, Any], where: str | None = None, **more: str) -> Any:  # noqa: ANN401
+def read_config(
+    source: str,
+    raw: dict[str, Any],
+    where: str | None = None,
+    local: bool = True,
+    **more: str,
+) -> Any:  # noqa: ANN401
     """The transformers config of `source`, read from `where` (itself by default); `raw` is its config.json.
 
-    Raises SpecqError: for files that describe no model, and for those that want code of their own to be run.
+    A hub id is looked up on the network when it is not `local`. Raises SpecqError: for files that describe no model, and for
+    those that want code of their own to be run.
     """
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(where or source, **more, **LOCAL)
+        return AutoConfig.from_pretrained(where or source, **more, **LOCAL | {"local_files_only": local})
     except Exception as error:  # transformers raises many kinds here; the reason is in the text
         code = " (it wants to run code of its own, auto_map, which specq does not do)" if "auto_map" in raw else ""
         raise SpecqError(f"cannot read a model configuration from {source}{code}: {first_line(error)}") from error

@@ -198,6 +198,21 @@ def test_shapes_survive_json():
     assert ModelShape.from_dict(json.loads(json.dumps(shape.as_dict()))) == shape
 
 
+def test_no_code_of_a_model_is_run_whoever_says_yes(tmp_path, monkeypatch):
+    """A configuration that wants code of its own is refused: transformers would ask, and a `y` on stdin would run it. Nor is
+    the network asked about a directory."""
+    path = save_model(tmp_path / "m")
+    edit_json(path / "config.json", model_type="wonder", auto_map={"AutoConfig": "m.C", "AutoModelForCausalLM": "m.M"})
+    (path / "m.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M\n"
+    )
+    monkeypatch.setattr("builtins.input", lambda *asked: "y")
+    monkeypatch.setattr("socket.socket.connect", lambda *to: pytest.fail(f"connects to {to}"))
+    with pytest.raises(SpecqError, match="it wants to run code of its own, auto_map, which specq does not do"):
+        shape_of_source(str(path))
+    assert not (tmp_path / "ran").exists()
+
+
 def test_the_command_answers_and_refuses(tmp_path):
     """Tables and JSON for a registered pair and for a bare config.json; bad input is one sentence and exit code 2."""
     out = run("capacity", "--pair", "llama70b-1b", "--gpus", "8xh100", "--sequences", "200", COLUMNS="250")

@@ -34,6 +34,25 @@ def test_help_and_version_import_nothing_heavy():
     assert run("--version").stdout.strip() == __version__
 
 
+def test_ctrl_c_inside_a_finalizer_is_not_lost():
+    """Python drops an exception that a finalizer raises, Ctrl-C included; it comes again, without a traceback."""
+    code = (
+        "import signal, sys, time\n"
+        "from specq import cli\n"
+        "class Held:\n"
+        "    def __del__(self): signal.raise_signal(signal.SIGINT)\n"
+        "def long():\n"
+        "    held = Held()\n"
+        "    del held\n"
+        "    for _ in range(600): time.sleep(0.1)\n"
+        "cli.app = long\n"
+        "try: cli.main()\n"
+        "except KeyboardInterrupt: print('stopped')\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert (out.returncode, out.stdout, out.stderr) == (0, "stopped\n", "")
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

@@ -132,6 +132,13 @@ def test_the_choice_is_the_seeds(tmp_path, tokenizer):
         ("p.json", b"[" * 100_000, "nested too deeply"),
         ("p.jsonl", b"[\n", "call the file .json"),
         ("p.txt", "a b".encode("utf-16"), "UTF-16 text; convert it: iconv"),
+        ("p.txt", "a b".encode("utf-32"), "UTF-32 text; convert it: iconv -f UTF-32"),
+        (
+            "p.json",
+            b'[{"prompt": "a", "id": ' + b"9" * 5000 + b"}]",
+            "line 1, a number of 5,000 digits is no JSON value",
+        ),
+        ("p.jsonl", b'{"prompt": "a", "id": ' + b"9" * 5000 + b"}", "line 1: not JSON: a number of 5,000 digits"),
         ("p.txt", "a b".encode("utf-16-le"), "line 1, byte 1: not UTF-8 text .a NUL byte"),
         ("p.jsonl.zst", b"no zst", "cannot read prompt file"),
         ("p.parquet", b"PAR1 no parquet PAR1", "cannot read prompt file"),

@@ -275,6 +275,16 @@ def test_everything_from_outside_is_escaped(tmp_path):
     assert "vllm serve &#39;my model&#39; \\\n    --kv-cache-dtype fp8" in page
 
 
+def test_control_characters_of_names_are_written_out(tmp_path):
+    """A name or group that would steer a terminal, or turn the direction of text, appears as escapes; line ends stay."""
+    study, rec = fake_study(), fake_recommendation()
+    rec["target"] = study["pair"]["target"]["source"] = "evil\x1b[31m\u202e<b>"
+    write_html(tmp_path / "report.html", study, rec, {})
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "evil\\x1b[31m\\u202e&lt;b&gt;" in page
+    assert all(c.isprintable() or c in "\n" for c in page)
+
+
 def test_the_answer_comes_first_in_full(tmp_path):
     page = page_alone(tmp_path)
     top = page[page.index("<h1>") : page.index("</h1>")]

@@ -2,13 +2,11 @@
 
 import json
 import os
-import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-import traceback
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import VOCAB, save_model
+from interruptions import forked, interrupted_after, killed_at_random, one_thread, raising  # noqa: F401
 
 from specq import files, finished, measure, outliers, shards, study
 from specq.command import merge_command, resolve, study_command
@@ -23,7 +22,7 @@ from specq.config import StudyConfig
 from specq.errors import Interrupted, SpecqError
 from specq.memory import Fits, is_out_of_memory
 from specq.progress import Reporter
-from specq.shards import Piece, Run, partial_of, workspace
+from specq.shards import Piece, Run, workspace
 
 QUIET = Reporter(quiet=True)
 KILLS = 20
@@ -72,94 +71,18 @@ def alone(pair, tmp_path_factory):
     return data(out)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """A forked process has no threads of its parent's pool; with one thread it asks for none."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def forked(work):
-    """Exit status of `work()` in a forked process: 0, 1 after an exception, or minus the signal that killed it."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def counting_calls(limit=None, told=None):
-    """Count calls of Python functions and C functions; at `limit` the process kills itself as kill -9 would."""
-    seen = 0
-
-    def profile(frame, event, arg):
-        nonlocal seen
-        seen += 1
-        if seen == limit:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.setprofile(profile)
-    yield
-    sys.setprofile(None)
-    if told is not None:
-        told.write_text(str(seen))
-
-
 def test_killed_at_20_random_moments_and_resumed_gives_the_same_bytes(pair, alone, tmp_path):
     """kill -9 at 20 random function calls (of all those of a run, writing and renaming included): every continued study
     ends with the parquet files of the one left alone, byte for byte, and leaves nothing else behind."""
 
-    def whole(out, resume, limit=None, told=None):
-        counter = counting_calls(limit, told)
-        next(counter)
+    def whole(out, resume):
         study_command(options(pair), ["fp8"], out, resume=resume, quiet=True)
-        next(counter, None)
 
-    assert forked(lambda: whole(tmp_path / "count", False, told=tmp_path / "calls")) == 0
-    calls, rng = int((tmp_path / "calls").read_text()), random.Random(7)
-    killed = finished = kept = 0
-    while killed < KILLS:
-        out = tmp_path / f"study{finished}"
-        status = forked(lambda out=out: whole(out, True, limit=rng.randrange(1, calls)))
-        rng.random()  # the child drew on a copy
-        if status == -signal.SIGKILL:
-            killed += 1
-            kept += shards.count(partial_of(out)) > 0
-            continue
-        assert status == 0 and data(out) == alone
-        finished += 1
-    last = tmp_path / f"study{finished}"
-    assert forked(lambda: whole(last, True)) == 0
-    assert data(last) == alone and kept > KILLS / 4
-    assert {p.name for p in last.iterdir()} == {"fp8", "positions.parquet", "texts.parquet", "study.json"}
+    def checked(out):
+        assert data(out) == alone
+        assert {p.name for p in out.iterdir()} == {"fp8", "positions.parquet", "texts.parquet", "study.json"}
 
-
-def interrupted_after(monkeypatch, pieces, how):
-    """Let `how()` happen before the piece with this number is written."""
-    write, seen = shards.Shards._write, []
-
-    def counted(self, path, piece):
-        if len(seen) == pieces:
-            how()
-        seen.append(path.name)
-        write(self, path, piece)
-
-    monkeypatch.setattr(shards.Shards, "_write", counted)
-
-
-def raising(error):
-    def how():
-        raise error
-
-    return how
+    assert killed_at_random(KILLS, whole, tmp_path, checked) > KILLS / 4
 
 
 def test_ctrl_c_says_one_sentence_and_resume_continues(pair, alone, tmp_path, monkeypatch):
@@ -372,6 +295,85 @@ def test_pieces_of_other_studies_are_never_mixed_in(pair, tmp_path, monkeypatch)
     assert (tmp_path / "b" / "study.json").is_file()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"directories": {"fp8_e4m3": "../../evil"}},
+        {"directories": {"fp8_e4m3": "/evil"}},
+        {"directories": {"fp8_e4m3": ".."}},
+        {"directories": {"int8": "fp8"}},
+        {"directories": {}},
+        {"versions": None},
+        {"part": "x"},
+        {"configuration": 3},
+        {"configuration": {}},
+        {"configuration": {"target": 7}},
+        {"study": None},
+    ],
+    ids=json.dumps,
+)
+def test_run_json_of_another_machine_is_not_trusted(pair, tmp_path, changes):
+    """A part whose run.json was damaged or made to lead out of the study is refused in a sentence, and so is resuming it."""
+    part = tmp_path / "p"
+    (part / "shards").mkdir(parents=True)
+    (part / "shards" / "texts-bf16-0000000.parquet").write_bytes(b"")
+    config, directories = resolve(options(pair), ["fp8"])
+    whole = {"study": "0", "configuration": config.model_dump(mode="json"), "directories": directories, "versions": {},
+             "part": [1, 2]}  # fmt: skip
+    (part / "run.json").write_text(json.dumps(whole | changes))
+    with pytest.raises(SpecqError):
+        merge_command(tmp_path / "whole", [part], {}, False, True)
+    part.rename(tmp_path / "out.partial")
+    with pytest.raises(SpecqError):
+        study_command(options(pair), ["fp8"], tmp_path / "out", resume=True, quiet=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["out.partial"]
+
+
+def test_ctrl_c_while_a_whole_run_is_tidied_says_so(tmp_path, monkeypatch):
+    """The study lies in its place already: nothing is said to be lost."""
+    tidy = raising(KeyboardInterrupt())
+    monkeypatch.setattr(shards, "tidy", lambda *args: tidy())
+    with pytest.raises(Interrupted, match="interrupted; .*out is complete"):
+        with workspace(tmp_path / "out", an_empty_run(), QUIET) as work:
+            (work.folder.parent / "study.json").write_text("{}")
+    assert (tmp_path / "out" / "study.json").is_file()
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_kill_while_a_study_is_replaced_leaves_one_to_go_on_with(tmp_path, at):
+    """--overwrite, killed at each of its renames and before tidying up: the old or the new study is there, or --resume
+    finishes the new one; what was replaced goes."""
+    out = tmp_path / "out"
+
+    def replaced(killed_at, **how):
+        calls, replace, tree = [], os.replace, shutil.rmtree
+
+        def counted(work, path, *rest, **more):
+            if str(path) in (str(out), str(out.with_name("out.partial")), str(out / "replaced")):
+                calls.append(path)
+                if len(calls) == killed_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return work(path, *rest, **more)
+
+        with pytest.MonkeyPatch.context() as patch, workspace(out, an_empty_run(seed=1), QUIET, **how) as work:
+            work.complete("s", range(8), 8, lambda group: Piece([pa.table({"x": list(group)})]))
+            (work.folder.parent / "study.json").write_text("new")
+            patch.setattr(os, "replace", lambda *args: counted(replace, *args))
+            patch.setattr(shutil, "rmtree", lambda *args, **more: counted(tree, *args, **more))
+
+    with workspace(out, an_empty_run(), QUIET) as work:
+        (work.folder.parent / "study.json").write_text("old")
+    assert forked(lambda: replaced(at, overwrite=True)) == -signal.SIGKILL
+    found = (out / "study.json").read_text() if out.exists() else None
+    assert found == {1: "old", 2: None, 3: "new"}[at]
+    if at == 3:
+        shards.tidy(out)
+    else:
+        assert forked(lambda: replaced(99, overwrite=at == 1, resume=at == 2)) == 0
+    assert (out / "study.json").read_text() == "new"
+    assert [p.name for p in out.iterdir()] == ["study.json"]
+
+
 def an_empty_run(**changes):
     return Run({"seed": 0} | changes, {}, {}, {"specq": "0"})
 
@@ -382,11 +384,11 @@ def test_a_second_study_into_the_same_directory_is_refused(tmp_path):
     out = tmp_path / "out"
     (tmp_path / "out.partial").mkdir()
     with workspace(out, an_empty_run(), QUIET) as work:
-        with pytest.raises(SpecqError, match="another study is being written"), workspace(out, an_empty_run(), QUIET):
+        with pytest.raises(SpecqError, match="another run is being written"), workspace(out, an_empty_run(), QUIET):
             pass
 
         def other():
-            with pytest.raises(SpecqError, match="another study is being written"), files.sole_writer(out):
+            with pytest.raises(SpecqError, match="another run is being written"), files.sole_writer(out):
                 pass
 
         assert forked(other) == 0

@@ -1,12 +1,14 @@
 """report.html: one self-contained page for one KV format, the answer first.
 
-`page` turns the study's JSON into rows of text; `template.html.j2` lays them out and escapes everything.
+`page` turns the study's JSON into rows of text; `template.html.j2` lays them out and escapes everything, control characters of
+names included.
 """
 
 import base64
 import shlex
 from pathlib import Path
 
+from specq.errors import printable
 from specq.files import write_text
 from specq.report.decision_rows import group_rows, operating_rows, speed_figures
 from specq.report.view import BASE, NULL, UNKNOWN, FormatView, Row, interval, number, percent, percents, with_interval
@@ -39,6 +41,7 @@ def write_html(path: Path, study: dict, recommendation: dict, plots: dict[str, P
     environment = Environment(
         loader=PackageLoader("specq.report", "."),
         autoescape=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -17,6 +16,7 @@ from specq.engines.metrics.summary import choose_k, shift, summarise
 from specq.engines.metrics.text import parse
 from specq.errors import SpecqError
 from specq.progress import Reporter
+from specq.terminal import Terminal
 
 
 def read(paths: Sequence[Path], model: str | None = None) -> Reading:
@@ -87,7 +87,7 @@ def import_metrics_command(
 
         print(json.dumps(files.finite(found), indent=2, allow_nan=False))
     else:
-        Console(highlight=False).print(table(found))
+        Terminal().print(table(found))
 
 
 def _value(block: dict[str, Any], digits: int = 4) -> str:

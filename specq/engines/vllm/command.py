@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -17,6 +16,7 @@ from specq.engines.vllm.validate import Limits, Validation, installed_version, s
 from specq.errors import SpecqError
 from specq.finished import Finished, load, reconfigured
 from specq.progress import Reporter
+from specq.terminal import Terminal
 from specq.vllm_options import PROBED, parse_version
 
 MAX_EXTRA_K = (2, 4, 8)
@@ -109,7 +109,7 @@ def validate_command(
 
 def show(made: dict, out: Path) -> None:
     """Print the cells, the K truly best of every format, and where the file is."""
-    console = Console(highlight=False)
+    console = Terminal()
     table = Table(box=None, pad_edge=False)
     for name in ("cell", "emitted", "replay", "difference", "tokens/s", "speedup", "predicted"):
         table.add_column(name, justify="left" if name == "cell" else "right")

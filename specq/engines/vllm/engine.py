@@ -10,6 +10,7 @@ arrive step by step, which neither generate() nor 0.24's request metrics tell.
 import os
 import sys
 import time
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,8 @@ def main(request_path: str, result_path: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    llm = LLM(**request.engine)
+    digest = request.digest
+    llm = LLM(**deepcopy(request.engine))  # 0.24 writes types of torch into the configuration it is given
     passes, counters = measure(
         llm, lambda sampling: SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA), request
     )
@@ -117,7 +119,7 @@ def main(request_path: str, result_path: str) -> None:
         probe.close()
     versions, device = _environment()
     result = CellResult(
-        digest=request.digest,
+        digest=digest,
         versions=versions,
         device=device,
         timing_mode="eager"

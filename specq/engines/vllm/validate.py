@@ -64,7 +64,9 @@ def workload(found: Finished, version: str, num_prompts: int | None, **options: 
     facts = found.facts(found.config)
     pair = pairs.find(found.config.pair, found.config.target, found.config.draft)
     if pair.draft.source == pairs.SELF:
-        raise SpecqError("vLLM has no self-speculation, a target that drafts with a KV format of its own: nothing to run")
+        raise SpecqError(
+            "vLLM has no self-speculation, a target that drafts with a KV format of its own: nothing to run"
+        )
     if pair.draft.source == pairs.NGRAM:
         raise SpecqError("`specq validate` runs draft models; studies of n-gram lookup it cannot check yet")
     if facts.target_vocab != facts.draft_vocab:
