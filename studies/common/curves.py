@@ -12,9 +12,11 @@ import numpy as np
 from scipy.optimize import brentq
 
 from specq import pairs
+from specq.capacity import Load
 from specq.cost import CostModel, Operating, cycle_times, speedup
 from specq.cost.spec import build, parse_cost
 from specq.errors import SpecqError
+from specq.kv import get_format
 from specq.shape import ModelShape
 from specq.tune import draw_choices
 
@@ -59,6 +61,11 @@ class System:
     def name(self) -> str:
         """For tables."""
         return f"{self.pair}, {self.cost_name}"
+
+    def fits(self, batch: int, context: int, fmt: str) -> bool:
+        """Whether the server of a roofline holds the batch beside the weights; other costs name no server and hold it."""
+        server = parse_cost(self.cost_name.partition("@")[0]).server if self.cost_name.startswith("roofline:") else None
+        return server is None or Load(self.target, self.draft).sequences(get_format(fmt), context, server) >= batch
 
     def times(self, batch: int, context: int, fmt: str, k_max: int) -> np.ndarray:
         """Seconds of a cycle for K = 0..k_max with the target's cache in `fmt` and the draft's in BF16."""

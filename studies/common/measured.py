@@ -57,6 +57,11 @@ class Measured:
         """Accepted per cycle at K = k."""
         return self.analysis.arms[arm].emitted(self.k) - 1
 
+    def mu_estimate(self, arm: str) -> Estimate:
+        """The same with its interval, cut at the values mu can take."""
+        e = self.analysis.resampler.emitted(self.analysis.arms[arm].sums, self.k)
+        return Estimate(e.value - 1, e.se, max(e.lo - 1, 0.0), min(e.hi - 1, float(self.k)))
+
     def shift(self, arm: str) -> Estimate:
         """mu(arm) - mu(bf16+bf16), paired."""
         return self.analysis.shift(arm, self.k)

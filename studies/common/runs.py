@@ -16,14 +16,14 @@ tokens = 8192
 import json
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from specq import files, pairs
 from specq.command import resolve
 from specq.config import same_study
-from specq.errors import SpecqError
+from specq.errors import SpecqError, first_line
 from specq.progress import Reporter
 from specq.prompts import read_records
 from specq.study import run_study
@@ -31,7 +31,7 @@ from studies.common.measured import Measured
 from studies.common.stress import stressed_target
 
 CALIBRATION = 4  # long documents are slow
-OWN = ("name", "about", "dtypes", "outliers", "long_documents")
+OWN = ("name", "about", "dtypes", "outliers", "optional", "long_documents")
 # `specq study` decides nothing here: a cost that needs no timing
 DEFAULTS = {"target": None, "draft": None, "current_k": None, "cost": "roofline:h100"}
 
@@ -44,20 +44,39 @@ def read_config(path: Path) -> dict[str, Any]:
         raise SpecqError(f"cannot read {path}: {error}") from error
 
 
-def run_all(config: Mapping[str, Any], work: Path, reporter: Reporter) -> dict[str, Measured]:
-    """Every study of `config`, run where `work` does not hold it yet. A run that was interrupted goes on."""
+def run_all(
+    config: Mapping[str, Any], work: Path, reporter: Reporter
+) -> tuple[dict[str, Measured], list[dict[str, str]]]:
+    """(every study of `config` by name, those not made: about and why).
+
+    Run where `work` does not hold it yet; a run that was interrupted goes on.
+    """
     work.mkdir(parents=True, exist_ok=True)
-    found = {}
+    found, not_made = {}, []
     for number, entry in enumerate(config["study"], 1):
         reporter.note(f"{number} of {len(config['study'])}: {entry['name']}, {entry['about']}")
+        if why := _missing(entry):
+            reporter.note(f"not made: {why}")
+            not_made.append({"about": entry["about"], "why": why})
+            continue
         found[entry["name"]] = Measured.load(entry["name"], entry["about"], _run(entry, config, work, reporter))
-    return found
+    return found, not_made
 
 
-def seconds(config: Mapping[str, Any], work: Path) -> dict[str, dict[str, float]]:
+def seconds(names: Iterable[str], work: Path) -> dict[str, dict[str, float]]:
     """Wall and CPU seconds that each study took when it was run (one that was interrupted: its last part)."""
-    names = [entry["name"] for entry in config["study"]]
     return {n: json.loads((work / f"{n}.seconds.json").read_text()) for n in names}
+
+
+def _missing(entry: Mapping[str, Any]) -> str | None:
+    """Why an optional study cannot be made here, in one line; None where it can."""
+    if not entry.get("optional"):
+        return None
+    try:
+        pairs.locate(pairs.find(entry["pair"], None, None))
+    except SpecqError as error:
+        return first_line(error)
+    return None
 
 
 def _run(entry: Mapping[str, Any], config: Mapping[str, Any], work: Path, reporter: Reporter) -> Path:

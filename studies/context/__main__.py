@@ -1,7 +1,7 @@
 """Measure what context does to shift, alpha and KL, and write the page.
 
-    python -m studies.context                 # make context
-    python -m studies.context --page          # the page alone, from the results that are kept
+python -m studies.context                 # make context
+python -m studies.context --page          # the page alone, from the results that are kept
 """
 
 from pathlib import Path
@@ -77,7 +77,7 @@ def _arms(m: Measured) -> list[dict]:
     return [
         {
             "arm": arm,
-            "mu": {"value": m.mu(arm), "ci95": [x - 1 for x in m.analysis.resampler.emitted(m.analysis.arms[arm].sums, m.k).as_dict()["ci95"]]},
+            "mu": m.mu_estimate(arm).as_dict(),
             "alpha": m.mean("alpha", arm).as_dict(),
             "kl": m.mean("kl", arm).as_dict(),
             "top1_agreement": m.mean("top1_agrees", arm).as_dict(),
