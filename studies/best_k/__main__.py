@@ -12,10 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specq.capacity import Load
-from specq.cost.spec import parse_cost
 from specq.errors import SpecqError, printable
-from specq.kv import get_format
 from studies.common.curves import System, alpha_of, best_k
 from studies.common.results import Table, markdown
 from studies.common.runs import read_config
@@ -62,13 +59,11 @@ def losses(config: Mapping[str, Any], system: System) -> tuple[int, float]:
 def section(config: Mapping[str, Any]) -> str:
     """The table with its assumptions, as the README holds it between the markers."""
     system = System.of(config["system"], HERE)
-    server = parse_cost(config["system"]["cost"]).server
-    load = Load(system.target, system.draft)
-    fit = {f: load.sequences(get_format(f), config["context"], server) for f in ("bf16", *config["formats"])}
+    fit = {f: system.sequences(config["context"], f) for f in ("bf16", *config["formats"])}
     steps, share = losses(config, system)
     what = (
         "Best K with a BF16 cache -> with FP8, with INT8 per token and head (tokens per second of each over BF16, all at their"
-        f" best K). {system.pair} by `{system.cost_name}`, context {config['context']:,}:"
+        f" best K). {system.pair} by `{system.cost.source}`, context {config['context']:,}:"
     )
     assumptions = (
         f"Assumptions: mu is what K = {config['k']} accepts, in every format alike; every depth accepts alike (S_k = alpha^k);",

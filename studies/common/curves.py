@@ -12,7 +12,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from specq import pairs
-from specq.capacity import Load
+from specq.capacity import Load, Server
 from specq.cost import CostModel, Operating, cycle_times, speedup
 from specq.cost.spec import build, parse_cost
 from specq.errors import SpecqError
@@ -43,29 +43,34 @@ class System:
     """A registered pair and where its step times come from."""
 
     pair: str
-    cost_name: str
     target: ModelShape
     draft: ModelShape
     cost: CostModel
+    server: Server | None
 
     @classmethod
     def of(cls, entry: Mapping[str, str], folder: Path) -> "System":
-        """From {pair, cost}; the timings file of a `roofline:GPU@FILE` lies relative to `folder`."""
+        """From {pair, cost}; the timings file of a cost (`roofline:GPU@FILE` or `FILE`) lies relative to `folder`."""
         pair = pairs.find(entry["pair"], None, None)
         shapes = [ModelShape.of_registered(side.shape) for side in (pair.target, pair.draft)]
-        which, at, timings = entry["cost"].partition("@")
-        where = f"{which}@{folder / timings}" if at else which
-        return cls(pair.name, entry["cost"], *shapes, build(parse_cost(where), *shapes))
+        roofline, at, timings = entry["cost"].rpartition("@")
+        spec = parse_cost(
+            entry["cost"] if entry["cost"].startswith("roofline:") and not at else f"{roofline}{at}{folder / timings}"
+        )
+        return cls(pair.name, *shapes, build(spec, *shapes), spec.server)
 
     @property
     def name(self) -> str:
         """For tables."""
-        return f"{self.pair}, {self.cost_name}"
+        return f"{self.pair}, {self.cost.source}"
 
     def fits(self, batch: int, context: int, fmt: str) -> bool:
-        """Whether the server of a roofline holds the batch beside the weights; other costs name no server and hold it."""
-        server = parse_cost(self.cost_name.partition("@")[0]).server if self.cost_name.startswith("roofline:") else None
-        return server is None or Load(self.target, self.draft).sequences(get_format(fmt), context, server) >= batch
+        """Whether the server holds the batch beside the weights; a cost that names no server holds everything."""
+        return self.server is None or self.sequences(context, fmt) >= batch
+
+    def sequences(self, context: int, fmt: str) -> int:
+        """How many sequences the server holds."""
+        return Load(self.target, self.draft).sequences(get_format(fmt), context, self.server)
 
     def times(self, batch: int, context: int, fmt: str, k_max: int) -> np.ndarray:
         """Seconds of a cycle for K = 0..k_max with the target's cache in `fmt` and the draft's in BF16."""

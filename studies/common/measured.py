@@ -43,6 +43,11 @@ class Measured:
         return self.study["configuration"]["dtypes"]
 
     @property
+    def kl_is_finite(self) -> bool:
+        """Whether KL says anything: at temperature 0, or under top-k and top-p, one other token makes it infinite."""
+        return all(np.isfinite(c["kl"]).all() for c in self.columns.values())
+
+    @property
     def size(self) -> str:
         """Texts and their lengths, for a page."""
         c = self.study["configuration"]

@@ -42,6 +42,8 @@ def shown(cell: Any, spec: str) -> str:  # noqa: ANN401 - JSON
         return cell
     if not isinstance(cell, Mapping):
         return format(cell, spec)
+    if cell["value"] is None:
+        return "n/a"
     ends = ["?" if x is None else format(x, spec) for x in cell["ci95"]]
     return f"{format(cell['value'], spec)} [{ends[0]}, {ends[1]}]"
 
