@@ -1,11 +1,17 @@
 """The page of the context study and its plots, written from context.json alone."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from studies.common.command import read_results
 from studies.common.results import machine_line, markdown
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from matplotlib.axes import Axes
 
 ABOUT = """# Context length, KL, and what acceptance does not say
 
@@ -131,62 +137,67 @@ def write_page(folder: Path) -> None:
 
 
 def _plot_context(results: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from specq.report.style import RC
-
-    rows = (("mu_shift", "shift of mu, K = 5"), ("kl", "KL from BF16, nats"))
-    with plt.rc_context(RC):
-        size = {"figsize": (7.8, 5.2), "sharex": True, "squeeze": False, "layout": "constrained"}
+    plt, rc = _pyplot()
+    with plt.rc_context(rc):
+        size = {"figsize": (7.8, 5.4), "sharex": True, "squeeze": False, "layout": "constrained"}
         figure, axes = plt.subplots(2, len(results["series"]), **size)
-        for column, series in enumerate(results["series"]):
-            contexts = np.array([p["context"] for p in series["points"]], dtype=float)
-            for line, (key, label) in enumerate(rows):
-                ax = axes[line][column]
+        shown = {}
+        for column, series in zip(axes.T, results["series"], strict=True):
+            column[0].set_title(series["name"])
+            for ax, key in zip(column, ("mu_shift", "kl"), strict=True):
                 for i, fmt in enumerate(series["points"][0]["formats"]):
-                    found = [p["formats"][fmt][key] for p in series["points"]]
-                    value = np.array([f["value"] for f in found])
-                    low, high = np.array([f["ci95"] for f in found], dtype=float).T
-                    color, marker = STYLES[fmt]
-                    ax.errorbar(contexts * 1.06 ** i, value, yerr=[np.maximum(value - low, 0), np.maximum(high - value, 0)],
-                                color=color, marker=marker, markersize=4.5, lw=1, capsize=2, label=fmt)  # fmt: skip
-                ax.set_xscale("log", base=2)
-                if key == "kl":
-                    ax.set_yscale("log")
-                else:
-                    ax.axhline(0, color="#8A8A8A", lw=0.8)
-                ax.set_ylabel(label if column == 0 else "")
-                if line == 0:
-                    ax.set_title(series["name"])
-                    ax.legend()
-                else:
-                    ax.set_xticks(contexts, [f"{c:,.0f}" for c in contexts])
-                    ax.set_xlabel("context, tokens")
+                    shown[fmt] = _against_context(ax, series["points"], fmt, key, 1.05**i)
+            contexts = [p["context"] for p in series["points"]]
+            column[0].axhline(0, color="#8A8A8A", lw=0.8)
+            column[1].set_yscale("log")
+            column[1].yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+            column[1].set_xscale("log", base=2)
+            column[1].set_xticks(contexts, [f"{c:,}" for c in contexts])
+            column[1].set_xlabel("context, tokens")
+        axes[0][0].set_ylabel("shift of mu, K = 5")
+        axes[1][0].set_ylabel("KL from BF16, nats")
+        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(shown))
         figure.savefig(path, dpi=120)
         plt.close(figure)
 
 
+def _against_context(ax: "Axes", points: list[dict], fmt: str, key: str, apart: float) -> object:
+    """One format's values with their intervals, moved sideways by a factor so that two do not hide one another."""
+    found = [p["formats"][fmt][key] for p in points]
+    value = np.array([f["value"] for f in found])
+    low, high = np.array([f["ci95"] for f in found], dtype=float).T
+    bars = [np.maximum(value - low, 0), np.maximum(high - value, 0)]
+    color, marker = STYLES[fmt]
+    at = [p["context"] * apart for p in points]
+    return ax.errorbar(at, value, yerr=bars, color=color, marker=marker, markersize=4.5, lw=1, capsize=2)
+
+
 def _plot_health(arms: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from specq.report.style import RC
-
-    with plt.rc_context(RC):
-        figure, axes = plt.subplots(figsize=(7.8, 3.2), layout="constrained")
+    plt, rc = _pyplot()
+    with plt.rc_context(rc):
+        figure, axes = plt.subplots(figsize=(7.8, 3.6), layout="constrained")
         at = np.arange(len(arms))
-        for shift, key, label, color in ((-0.2, "alpha", "acceptance (alpha)", "#D55E00"),
-                                         (0.2, "top1_agreement", "top-1 agreement with BF16", "#0072B2")):  # fmt: skip
+        for shift, key, label, color in (
+            (-0.2, "alpha", "acceptance (alpha)", "#D55E00"),
+            (0.2, "top1_agreement", "top-1 agreement with BF16", "#0072B2"),
+        ):
             axes.barh(at + shift, [a[key]["value"] for a in arms], 0.38, color=color, label=label)
         axes.set_yticks(at, [a["arm"] for a in arms])
         axes.invert_yaxis()
         axes.set_xlim(0, 1.02)
-        axes.legend(loc="lower left")
+        figure.legend(loc="outside lower center", ncols=2)
         axes.set_title("Target and draft are one model; arm = target's cache + draft's cache")
         figure.savefig(path, dpi=120)
         plt.close(figure)
+
+
+def _pyplot() -> tuple["ModuleType", dict]:
+    """matplotlib without a display, and how specq's plots look."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from specq.report.style import RC
+
+    return plt, RC
