@@ -240,7 +240,7 @@ def test_the_best_k_is_the_smallest_within_one_percent():
 def _commands() -> list[tuple[str, str]]:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     blocks = [(p.name, b) for p in pages for b in re.findall(r"```\w*\n(.*?)```", p.read_text(), re.S)]
-    lines = [(n, line) for n, b in blocks for line in b.splitlines()]
+    lines = [(n, line) for n, b in blocks for line in b.replace("\\\n", "").splitlines()]
     return [(n, line.removeprefix("$ ").split(" #")[0]) for n, line in lines if re.match(r"(\$ )?(specq|make) ", line)]
 
 
