@@ -118,7 +118,7 @@ def context(m: Studies) -> Claim:
         f"KL from the BF16 target shrinks for {listed([f for f, o in zip(near.formats, closer, strict=True) if o])}. "
     )
     why += "What changes with context is the pair itself: alpha of the BF16 pair moves by more than any format moves it"
-    why += " (last row). The study of context goes to 8,000 tokens: [context](../context/README.md)."
+    why += " (last row). More contexts, and outliers with them: [context](../context/README.md)."
     rows.append(["alpha, BF16", None, None, None, base, None])
     table = Table(
         f"The same {near.study['prompts']['kept']} documents, behind their first 256 and their first 2048 tokens, K = 5:",

@@ -17,7 +17,7 @@ data-sheet figures, and said to be so.
 def text(results: dict) -> str:
     """README.md of the page."""
     out = [TITLE, ABOUT, "Made by `make claims`: " + machine_line(results["environment"]) + "\n"]
-    out += [f"Not made: {n['about']} ({n['why']}).\n" for n in results["not_made"]]
+    out += [f"Not made: {n['name']}, {n['about']} ({n['why']}).\n" for n in results["not_made"]]
     out += ["| | claim | verdict |", "| --- | --- | --- |"]
     out += [f"| [{c['key']}](#{c['key']}) | {c['claim']} | **{c['verdict']}** |" for c in results["claims"]]
     for claim in results["claims"]:

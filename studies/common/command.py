@@ -32,6 +32,9 @@ def main(
         "--work", type=Path, default=Path("runs") / here.name, help="where its runs are; kept and reused"
     )
     parser.add_argument("--out", type=Path, default=results, help="where the results go")
+    parser.add_argument(
+        "--without", action="append", default=[], help="leave a run of the config out; listed as not made"
+    )
     parser.add_argument("--page", action="store_true", help="write the page alone, from the results that are kept")
     parser.add_argument("--quiet", action="store_true", help="no progress, for logs")
     args = parser.parse_args()
@@ -41,7 +44,7 @@ def main(
             if not kept.is_file():
                 raise SpecqError(f"no results to write a page from: {kept} is not there")
         else:
-            write_json(kept, _measured(here, args.work, judge, Reporter(args.quiet)))
+            write_json(kept, _measured(here, args.work, args.without, judge, Reporter(args.quiet)))
         page(args.out)
     except SpecqError as error:
         print(f"studies.{here.name}: {printable(str(error))}", file=sys.stderr)
@@ -50,10 +53,14 @@ def main(
 
 
 def _measured(
-    here: Path, work: Path, judge: Callable[[dict, dict[str, Measured]], dict], reporter: Reporter
+    here: Path,
+    work: Path,
+    without: list[str],
+    judge: Callable[[dict, dict[str, Measured]], dict],
+    reporter: Reporter,
 ) -> dict[str, Any]:
     config = runs.read_config(here / "config.toml")
-    found, not_made = runs.run_all(config, work, reporter)
+    found, not_made = runs.run_all(config, work, reporter, without)
     wall, cpu = time.perf_counter(), time.process_time()
     content = judge(config, found)
     seconds = runs.seconds(found, work)

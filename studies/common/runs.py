@@ -16,7 +16,7 @@ tokens = 8192
 import json
 import time
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +45,22 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def run_all(
-    config: Mapping[str, Any], work: Path, reporter: Reporter
+    config: Mapping[str, Any], work: Path, reporter: Reporter, without: Sequence[str] = ()
 ) -> tuple[dict[str, Measured], list[dict[str, str]]]:
     """(every study of `config` by name, those not made: about and why).
 
-    Run where `work` does not hold it yet; a run that was interrupted goes on.
+    Run where `work` does not hold it yet; a run that was interrupted goes on. Those of `without` are left out. Raises
+    SpecqError for a name that `config` lacks.
     """
+    if unknown := set(without) - {entry["name"] for entry in config["study"]}:
+        raise SpecqError(f"no run called {', '.join(sorted(unknown))} in the config")
     work.mkdir(parents=True, exist_ok=True)
     found, not_made = {}, []
     for number, entry in enumerate(config["study"], 1):
         reporter.note(f"{number} of {len(config['study'])}: {entry['name']}, {entry['about']}")
-        if why := _missing(entry):
+        if why := "left out by --without" if entry["name"] in without else _missing(entry):
             reporter.note(f"not made: {why}")
-            not_made.append({"about": entry["about"], "why": why})
+            not_made.append({"name": entry["name"], "about": entry["about"], "why": why})
             continue
         found[entry["name"]] = Measured.load(entry["name"], entry["about"], _run(entry, config, work, reporter))
     return found, not_made

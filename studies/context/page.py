@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 ABOUT = """# Context length, KL, and what acceptance does not say
 
-The embedded pair (8,192 positions) continues the same {documents} documents behind their first 256 to 8,000 tokens; every
-format scores the same continuations of 96 tokens. Shifts are of accepted tokens per cycle at K = {k} against the BF16 target,
+The embedded pair (8,192 positions) continues the same {documents} documents behind their first tokens, as many as `context`
+says; every format scores the same continuations of 96 tokens. Shifts are of accepted tokens per cycle at K = {k} against the BF16 target,
 the draft's cache in BF16; 95 % intervals, paired by document. With {documents} documents intervals are wide.
 """
 HEALTH = """## High acceptance is not health
@@ -35,7 +35,7 @@ STYLES = {"fp8_e4m3": ("#D55E00", "s"), "int8_per_token_head": ("#0072B2", "o"),
 def text(results: dict) -> str:
     """README.md of the page."""
     out = [ABOUT.format(**results), "Made by `make context`: " + machine_line(results["environment"]) + "\n"]
-    out += [f"Not made: {n['about']} ({n['why']}).\n" for n in results["not_made"]]
+    out += [f"Not made: {n['name']}, {n['about']} ({n['why']}).\n" for n in results["not_made"]]
     out += ["![shift, KL and alpha against context](context.png)\n"]
     for series in results["series"]:
         out += [f"## {series['name'].capitalize()}\n", markdown(_points(series)), markdown(_parts(series))]
