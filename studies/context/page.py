@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 ABOUT = """# Context length, KL, and what acceptance does not say
 
 The embedded pair (8,192 positions) continues the same {documents} documents behind their first tokens, as many as `context`
-says; every format scores the same continuations of 96 tokens. Shifts are of accepted tokens per cycle at K = {k} against the BF16 target,
-the draft's cache in BF16; 95 % intervals, paired by document. With {documents} documents intervals are wide.
+says; every format scores the same continuations of 96 tokens. Shifts are of accepted tokens per cycle at K = {k} against the
+BF16 target, the draft's cache in BF16; 95 % intervals, paired by document. With {documents} documents intervals are wide.
 """
 HEALTH = """## High acceptance is not health
 
-{about}: the same target, to the bit, while its cache is BF16. In `int8_per_tensor` its keys lose their resolution. A draft
-with its own BF16 cache notices: acceptance falls. A draft that reads the same corrupted cache (`{worst}`: self-speculation,
-or a server whose draft inherits the target's format) makes the same errors, and acceptance stays perfect while the text is
-another model's. Acceptance compares draft and target, never the target with what it should be: look at KL and top-1
-agreement beside it, which study.json has for every arm.
+{about}: with a BF16 cache the same target, to the bit. In `int8_per_tensor` its keys lose their resolution. A draft with
+its own BF16 cache notices: acceptance falls. A draft that reads the same corrupted cache (`{worst}`: self-speculation through
+one format) makes the same errors, and acceptance stays perfect while the text is another model's. Acceptance compares draft
+and target, never the target with what it should be: look at KL and top-1 agreement beside it, which study.json has for every
+arm.
 
 ![acceptance and health](health.png)
 """
