@@ -48,7 +48,8 @@ def sizes_of_the_loss(m: Studies) -> Claim:
     why += {
         CONFIRMED: "The published sizes fit everywhere.",
         REFUTED: "Losses of this size were not seen in any setting.",
-        DEPENDS: "On how large mu is (a draft that is nearly the target has most to lose) and on whether keys have outliers.",
+        DEPENDS: "On how large mu is: a draft that is nearly the target has most to lose, while an ordinary draft's own errors"
+        " hide the target's; and on whether keys have outlier channels.",
     }[said]
     table = Table(
         "Shift of mu (accepted per cycle) at K = 5, 95 % interval, paired by document:",
