@@ -169,3 +169,7 @@ def keys_by_channel(m: Studies) -> Claim:
     )
     claim = "Keys scaled per channel and values per token beat one scale each (`int8_k_channel_v_token`)."
     return Claim("h", claim, verdict(wins), why, [table])
+
+
+# runs without which a claim cannot be judged; the others take whatever there is
+NEEDS = {outliers_and_scales: (PLAIN, STRESSED), context: (NEAR, FAR)}
