@@ -119,8 +119,8 @@ def context(m: Studies) -> Claim:
         f"KL from the BF16 target shrinks for {listed([f for f, o in zip(near.formats, closer, strict=True) if o])}. "
     )
     why += f"With {near.study['prompts']['kept']} documents only large changes are resolved: not confirmed is not refuted. "
-    why += "What changes with context is the pair itself: alpha of the BF16 pair moves by more than any format moves it"
-    why += " (last row). More contexts, and outliers with them: [context](../context/README.md)."
+    why += "The last row is how alpha of the BF16 pair itself moves. More contexts, and outliers with them:"
+    why += " [context](../context/README.md)."
     rows.append(["alpha, BF16", None, None, None, base, None])
     table = Table(
         f"The same {near.study['prompts']['kept']} documents, behind their first 256 and their first 2048 tokens, K = 5:",
