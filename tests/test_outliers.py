@@ -20,25 +20,10 @@ from specq.replay import Arm, Setting, score_texts
 from specq.sampling import Transform
 from specq.study import run_study
 from specq.texts import sample_texts
+from studies.common.stress import CHANNELS, HEAD, add_outliers
 
 BF16 = get_format("bf16")
 TENSOR, TOKEN, CHANNEL = "int8_per_tensor", "int8_per_token_head", "int8_per_channel"
-CHANNELS, HEAD = (5, 11), 0
-
-
-def stress(model, factor):
-    """Scale both channels of some rotary pairs of KV head 0 up in k_proj and down in its queries' q_proj, in every layer.
-
-    Powers of two are exact and q k is unchanged, so a model with a BF16 cache is unchanged to the bit.
-    """
-    g = model.geometry
-    half, group = g.head_dim // 2, g.heads // g.kv_heads
-    with torch.no_grad():
-        for layer in model.model.model.layers:
-            for channel in (c + offset for c in CHANNELS for offset in (0, half)):
-                layer.self_attn.k_proj.weight[HEAD * g.head_dim + channel] *= factor
-                for head in range(HEAD * group, (HEAD + 1) * group):
-                    layer.self_attn.q_proj.weight[head * g.head_dim + channel] /= factor
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +48,7 @@ def stressed(tiny_pair):
     )
     out, before = {}, 1
     for factor in (1, 8, 64, 512):
-        stress(target, factor / before)
+        add_outliers(target, factor / before)
         before = factor
         ranges = measure_range(target, [p.tokens for p in prompts[8:]])
         formats = [get_format(n) for n in (TENSOR, TOKEN, CHANNEL)]
@@ -112,7 +97,7 @@ def test_the_verdict_fires(tmp_path):
     """A whole study of the stressed pair: kv_outliers fires for formats whose K shares a scale, naming layers and channels, and
     not for a scale per channel; per-tensor INT8 loses acceptance significantly."""
     target = load(pairs.locate(pairs.find("tiny", None, None))[0])
-    stress(target, 64)
+    add_outliers(target, 64)
     target.model.save_pretrained(tmp_path / "target")
     target.tokenizer.save_pretrained(tmp_path / "target")
     names = ("pair", "target", "draft", "cost", "current_k")

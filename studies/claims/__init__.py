@@ -1,0 +1,1 @@
+"""What is commonly written about KV quantization and speculative decoding, beside what specq measures."""

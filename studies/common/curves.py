@@ -1,0 +1,86 @@
+"""Closed forms for acceptance that is the same at every depth, and step times of a system: what a format does to speed.
+
+emitted(K) = 1 + alpha + ... + alpha^K, so that S_k = alpha^k. Real survival falls faster or slower than that; a study
+measures it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import brentq
+
+from specq import pairs
+from specq.capacity import Load, Server
+from specq.cost import CostModel, Operating, cycle_times, speedup
+from specq.cost.spec import build, parse_cost
+from specq.errors import SpecqError
+from specq.kv import get_format
+from specq.shape import ModelShape
+from specq.tune import draw_choices
+
+
+def emitted(alpha: float, k_max: int) -> np.ndarray:
+    """Emitted per cycle for K = 0..k_max, [k_max + 1]."""
+    return np.cumsum(alpha ** np.arange(k_max + 1))
+
+
+def alpha_of(mu: float, k: int) -> float:
+    """The alpha with which K = k accepts mu of k drafts, 0 <= mu <= k. Raises SpecqError beyond."""
+    if not 0 <= mu <= k:
+        raise SpecqError(f"no pair accepts {mu} of {k} drafted tokens")
+    return float(brentq(lambda a: emitted(a, k)[-1] - 1 - mu, 0.0, 1.0))
+
+
+def best_k(curve: np.ndarray) -> int:
+    """The smallest K within 1 % of the best (specq.tune's rule, without noise)."""
+    return int(draw_choices(curve[None])[0])
+
+
+@dataclass(frozen=True)
+class System:
+    """A registered pair and where its step times come from."""
+
+    pair: str
+    target: ModelShape
+    draft: ModelShape
+    cost: CostModel
+    server: Server | None
+
+    @classmethod
+    def of(cls, entry: Mapping[str, str], folder: Path) -> "System":
+        """From {pair, cost}; the timings file of a cost (`roofline:GPU@FILE` or `FILE`) lies relative to `folder`."""
+        pair = pairs.find(entry["pair"], None, None)
+        shapes = [ModelShape.of_registered(side.shape) for side in (pair.target, pair.draft)]
+        roofline, at, timings = entry["cost"].rpartition("@")
+        spec = parse_cost(
+            entry["cost"] if entry["cost"].startswith("roofline:") and not at else f"{roofline}{at}{folder / timings}"
+        )
+        return cls(pair.name, *shapes, build(spec, *shapes), spec.server)
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"{self.pair}, {self.cost.source}"
+
+    def fits(self, batch: int, context: int, fmt: str) -> bool:
+        """Whether the server holds the batch beside the weights; a cost that names no server holds everything."""
+        return self.server is None or self.sequences(context, fmt) >= batch
+
+    def sequences(self, context: int, fmt: str) -> int:
+        """How many sequences the server holds."""
+        return Load(self.target, self.draft).sequences(get_format(fmt), context, self.server)
+
+    def times(self, batch: int, context: int, fmt: str, k_max: int) -> np.ndarray:
+        """Seconds of a cycle for K = 0..k_max with the target's cache in `fmt` and the draft's in BF16."""
+        return cycle_times(self.cost, Operating(batch, context, fmt, "bf16"), k_max)
+
+    def speedup(self, alpha: float, batch: int, context: int, fmt: str, k_max: int) -> np.ndarray:
+        """Over plain decoding at the same format, for K = 0..k_max."""
+        return speedup(emitted(alpha, k_max), self.times(batch, context, fmt, k_max))
+
+    def break_even(self, batch: int, context: int, fmt: str, k: int) -> float:
+        """The mu at which K = k is as fast as plain decoding at the same format: cycle time / plain step - 1."""
+        times = self.times(batch, context, fmt, k)
+        return float(times[k] / times[0] - 1)

@@ -1,0 +1,103 @@
+"""What a study keeps and shows: tables of values and estimates as JSON, and the same as Markdown."""
+
+import datetime
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specq.files import finite
+from specq.stats import Estimate
+
+Cell = str | float | int | Estimate | None
+CONFIRMED, REFUTED, DEPENDS = "confirmed", "not confirmed here", "depends"
+
+
+@dataclass
+class Table:
+    """Rows under columns; `formats` holds a format specification per column ("" for text). An Estimate shows its interval."""
+
+    caption: str
+    columns: Sequence[str]
+    formats: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        return asdict(self) | {"rows": [[_stored(cell) for cell in row] for row in self.rows]}
+
+
+def _stored(cell: Cell) -> Any:  # noqa: ANN401 - JSON
+    return cell.as_dict() if isinstance(cell, Estimate) else cell
+
+
+def shown(cell: Any, spec: str) -> str:  # noqa: ANN401 - JSON
+    """A stored cell for people: value, and interval where there is one."""
+    if cell is None:
+        return ""
+    if isinstance(cell, str):
+        return cell
+    if not isinstance(cell, Mapping):
+        return format(cell, spec)
+    if cell["value"] is None:
+        return "n/a"
+    ends = ["?" if x is None else format(x, spec) for x in cell["ci95"]]
+    return f"{format(cell['value'], spec)} [{ends[0]}, {ends[1]}]"
+
+
+def markdown(table: Mapping[str, Any]) -> str:
+    """A stored table as Markdown, its caption above."""
+    lines = [f"{table['caption']}\n"] if table["caption"] else []
+    lines += ["| " + " | ".join(table["columns"]) + " |", "|" + " --- |" * len(table["columns"])]
+    for row in table["rows"]:
+        lines.append("| " + " | ".join(shown(c, f) for c, f in zip(row, table["formats"], strict=True)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+@dataclass
+class Claim:
+    """A published claim beside what was measured: the verdict, why, on what it depends, and the evidence."""
+
+    key: str
+    claim: str
+    verdict: str
+    because: str
+    tables: list[Table]
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        return asdict(self) | {"tables": [t.as_dict() for t in self.tables]}
+
+
+def verdict(outcomes: Sequence[bool]) -> str:
+    """Confirmed where the claim held in every case, not confirmed where in none, else it depends on the case."""
+    return CONFIRMED if all(outcomes) else DEPENDS if any(outcomes) else REFUTED
+
+
+def provenance(environment: Mapping[str, Any], seconds: Mapping[str, Any]) -> dict:
+    """Machine and versions (of a study's environment), with the command, the date and the seconds of this result."""
+    module = Path(sys.argv[0]).parent.name
+    own = {
+        "command": shlex.join(["python", "-m", f"studies.{module}", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": dict(seconds),
+    }
+    return {k: v for k, v in environment.items() if k not in own} | own
+
+
+def machine_line(environment: Mapping[str, Any]) -> str:
+    """One line about where a result comes from; date and seconds stay in the JSON."""
+    e = environment
+    return (
+        f"{e['device']}, {e['cpus']} cores, no GPU; specq {e['specq']}, torch {e['torch']}, transformers"
+        f" {e['transformers']}. Date, command and seconds are in the JSON beside this page."
+    )
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Strict JSON: no NaN or infinity."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(finite(content), indent=1, allow_nan=False) + "\n")

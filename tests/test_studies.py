@@ -1,0 +1,273 @@
+"""The repository's own studies: closed forms, runs and their pairing, pages from stored JSON, commands of the manual."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+
+from specq import files
+from specq.analysis import BASE
+from specq.cli import app
+from specq.errors import SpecqError
+from specq.kv import FORMATS as FORMATS_KNOWN
+from specq.kv import get_format
+from specq.progress import Reporter
+from specq.stats import Estimate
+from studies.best_k import __main__ as best_k
+from studies.claims import acceptance, speed
+from studies.claims import page as claims_page
+from studies.common import curves, results, runs
+from studies.common.measured import change_of_difference, change_of_mean, change_of_shift
+from studies.context import page as context_page
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ROOT / "studies" / "results"
+CONFIG = runs.read_config(ROOT / "studies" / "claims" / "config.toml")
+FORMATS = ["int8_per_tensor", "int8_per_token_head", "int8_per_channel", "int8_k_channel_v_token", "fp8_e4m3",
+           "fp8_per_token_head"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def claims():
+    """The claims about size and speed by letter, as JSON stores them."""
+    made = speed.claims(CONFIG["speed"], ROOT / "studies" / "claims")
+    return {c.key: json.loads(json.dumps(c.as_dict())) for c in made}
+
+
+def test_losing_one_accepted_token_at_one_k(claims):
+    """(b): at one K speed goes as mu + 1, so 4.5 -> 3.5 loses 1 / 5.5 of it whatever a cycle costs, on a straight line."""
+    assert speed.fixed_k_loss(4.5, 3.5) == pytest.approx(1 / 5.5, abs=1e-15)
+    system = curves.System.of(CONFIG["speed"]["systems"][0], ROOT)
+    at = [system.speedup(curves.alpha_of(mu, 8), 32, 2048, "fp8_e4m3", 8)[8] for mu in (4.5, 4.0, 3.5)]
+    assert 1 - at[2] / at[0] == pytest.approx(1 / 5.5, rel=1e-9)
+    assert at[0] - at[1] == pytest.approx(at[1] - at[2], rel=1e-9)  # no knee
+    assert "18.2%" in claims["b"]["because"] and "22.2%" in claims["b"]["because"]
+
+
+def test_published_sizes_are_exact(claims):
+    """(c): 2 x 80 x 8 x 128 x tokens x 2 bytes, halved by FP8, and 64 bytes of scales per 2048 of codes with INT8."""
+    rows = claims["c"]["tables"][0]["rows"]
+    assert [r[3] for r in rows] == [10.737418240, 1.342177280, 1.342177280, 42.949672960]
+    assert all(r[6] == 0.5 and r[7] == pytest.approx(1 - (2048 + 64) / 4096, abs=1e-12) for r in rows)
+    assert claims["c"]["verdict"] == "depends"
+
+
+def test_short_contexts_and_the_batch(claims):
+    """(d): the caches of a batch weigh batch times as much, so the gain rises with the batch and with the context."""
+    rows = [r for r in claims["d"]["tables"][0]["rows"] if r[0].startswith("llama70b-1b")]
+    plain = {(batch, context): fp8 for _, batch, context, fp8, *_ in rows}
+    assert plain[1, 512] < plain[8, 512] < plain[32, 512] < plain[128, 512]
+    assert plain[128, 512] < plain[128, 1024] < plain[128, 2048]
+    assert claims["d"]["verdict"] == "depends"
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3"])
+def test_break_even_is_where_speculation_neither_gains_nor_loses(fmt):
+    """(i): at mu = cycle time / plain step - 1 the speedup at that K is 1."""
+    system = curves.System.of(CONFIG["speed"]["systems"][1], ROOT)
+    mu = system.break_even(32, 2048, fmt, 5)
+    assert system.speedup(curves.alpha_of(mu, 5), 32, 2048, fmt, 5)[5] == pytest.approx(1, rel=1e-9)
+
+
+def test_alpha_of_is_the_inverse():
+    """mu = alpha + .. + alpha^K, brute force; mu beyond 0..K is refused."""
+    for alpha in (0.0, 0.3, 0.85, 1.0):
+        assert curves.alpha_of(sum(alpha**k for k in range(1, 6)), 5) == pytest.approx(alpha, abs=1e-9)
+    with pytest.raises(SpecqError, match="no pair accepts 5.5 of 5"):
+        curves.alpha_of(5.5, 5)
+
+
+def test_a_verdict_needs_every_case():
+    """Confirmed: in every case; not confirmed here: in none; else it depends."""
+    assert [results.verdict(x) for x in ([True, True], [False, False], [True, False])] == [
+        "confirmed", "not confirmed here", "depends",
+    ]  # fmt: skip
+
+
+def test_cells():
+    """Estimates show their interval, what cannot be given its place, text and numbers themselves."""
+    table = results.Table(
+        "c", ["a", "b"], ["", "+.2f"], [["x", Estimate(1.0, 0.1, 0.5, float("inf"))], ["y", None], ["z", 2]]
+    )
+    stored = files.finite(table.as_dict())
+    assert results.markdown(stored).splitlines()[4:] == ["| x | +1.00 [+0.50, ?] |", "| y |  |", "| z | +2.00 |"]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """(studies by name, work directory, config): keys as they are, with outliers, and a target drafting for itself."""
+    work = tmp_path_factory.mktemp("work")
+    size = {"pair": "tiny", "num_prompts": 4, "prompt_tokens": 40, "output_tokens": 24, "k_max": 5}
+    config = {
+        "study": [
+            {"name": "outliers-1", "about": "plain", "outliers": 1, "dtypes": FORMATS} | size,
+            {"name": "outliers-256", "about": "stressed", "outliers": 256, "dtypes": FORMATS} | size,
+            {"name": "health", "about": "health", "outliers": 256, "draft": "self", "dtypes": ["int8_per_tensor"]}
+            | size,
+            {"name": "absent", "about": "big", "optional": True, "dtypes": ["fp8"]} | size | {"pair": "llama70b-1b"},
+        ]
+    }
+    found, not_made = runs.run_all(config, work, Reporter(quiet=True))
+    assert [n["about"] for n in not_made] == ["big"] and "not on this machine" in not_made[0]["why"]
+    return found, work, config
+
+
+def test_estimates_are_those_of_the_study(small):
+    """Means over positions and shifts are what study.json has, and the stressed BF16 model scores the same to the bit."""
+    for m in small[0].values():
+        for fmt in m.formats:
+            arm = m.study["arms"][f"{fmt}+bf16"]
+            assert m.mean("kl", f"{fmt}+bf16").value == pytest.approx(arm["kl_from_baseline_mean"], rel=1e-6)
+            assert m.mean("top1_agrees", f"{fmt}+bf16").value == pytest.approx(arm["top1_agreement_with_baseline"])
+            assert m.shift(f"{fmt}+bf16").value == pytest.approx(
+                m.study["shifts"][f"{fmt}+bf16"][str(m.k)]["value"], abs=1e-12
+            )
+    plain, stressed = small[0]["outliers-1"], small[0]["outliers-256"]
+    assert np.array_equal(plain.columns[BASE]["alpha"], stressed.columns[BASE]["alpha"])
+    share = plain.share_of_text()
+    assert share.min() > 0 and share.max() == 1.0
+
+
+def test_changes_are_paired(small):
+    """A study against itself changes by exactly 0 without spread; two studies differ by the difference of their values."""
+    plain, stressed = small[0]["outliers-1"], small[0]["outliers-256"]
+    arm = "int8_per_tensor+bf16"
+    same = change_of_shift(plain, plain, arm)
+    assert (same.value, same.se, same.lo, same.hi) == (0.0, 0.0, 0.0, 0.0)
+    assert change_of_shift(stressed, plain, arm).value == pytest.approx(
+        stressed.shift(arm).value - plain.shift(arm).value
+    )
+    kl = change_of_mean(stressed, plain, "kl", arm)
+    assert kl.value == pytest.approx(stressed.mean("kl", arm).value - plain.mean("kl", arm).value) and kl.lo > 0
+    alpha = change_of_difference(stressed, plain, "alpha", arm)
+    each = [m.mean_difference("alpha", arm, BASE).value for m in (stressed, plain)]
+    assert alpha.value == pytest.approx(each[0] - each[1])
+
+
+def test_a_corrupted_target_keeps_its_acceptance_where_its_draft_shares_the_cache(small):
+    """Self-speculation through one corrupted format accepts everything, exactly; with a BF16 draft it does not, and KL and
+    top-1 agreement tell the two from a healthy target."""
+    m = small[0]["health"]
+    alone, shared = "int8_per_tensor+bf16", "int8_per_tensor+int8_per_tensor"
+    assert (m.columns[shared]["alpha"] == 1.0).all() and m.mu(shared) == pytest.approx(m.mu(), abs=1e-12)
+    assert m.mean("alpha", alone).value < 0.9
+    assert m.mean("kl", shared).value > 0.1 and m.mean("top1_agrees", shared).value < 0.95
+    assert m.mean("kl", shared).value == m.mean("kl", alone).value
+
+
+def test_claims_about_outliers_and_scales(small):
+    """(e), (h) on the small runs: per-tensor INT8 breaks, a scale per channel mends it, and the verdict follows the numbers."""
+    studies = {n: m for n, m in small[0].items() if n.startswith("outliers")}
+    made = acceptance.outliers_and_scales(studies)
+    caused = {row[0]: row[2] for row in made.tables[1].rows}
+    assert caused["int8_per_tensor"].lo > 0 and caused["int8_per_channel"].value < 0.1 * caused["int8_per_tensor"].value
+    rescued = caused["int8_per_token_head"].value <= acceptance.REMAINS * caused["int8_per_tensor"].value
+    assert ("does not rescue it" in made.because) != rescued and (made.verdict != "confirmed" or rescued)
+    assert "one scale per tensor breaks" in made.because
+    by_channel = acceptance.keys_by_channel(studies)
+    stressed = next(r for r in by_channel.tables[0].rows if r[0] == "stressed")
+    assert "KL" in stressed[-2] and not stressed[-1] and stressed[1] < stressed[2]
+
+
+def test_runs_are_kept_and_never_mixed(small, monkeypatch):
+    """A second call runs nothing; another study under the same name is refused."""
+    _, work, config = small
+    monkeypatch.setattr(runs, "run_study", lambda *a, **k: pytest.fail("ran again"))
+    again, _ = runs.run_all(config, work, Reporter(quiet=True))
+    assert again.keys() == small[0].keys() and runs.seconds(again, work)["health"]["cpu"] > 0
+    other = {"study": [config["study"][0] | {"num_prompts": 3}]}
+    with pytest.raises(SpecqError, match="holds another study"):
+        runs.run_all(other, work, Reporter(quiet=True))
+
+
+def test_a_config_that_cannot_be_read(tmp_path):
+    """One sentence with the path."""
+    with pytest.raises(SpecqError, match="cannot read .*config.toml"):
+        runs.read_config(tmp_path / "config.toml")
+
+
+@pytest.mark.parametrize("name, page", [("claims", claims_page), ("context", context_page)])
+def test_kept_pages_are_what_their_json_gives(name, page):
+    """README.md of the kept results is written from the JSON beside it, and from nothing else."""
+    stored = json.loads((KEPT / name / f"{name}.json").read_text())
+    assert (KEPT / name / "README.md").read_text() == page.text(stored)
+    assert {"torch", "transformers", "date", "command", "device", "seconds"} <= stored["environment"].keys()
+
+
+def test_every_claim_has_a_verdict():
+    """(a) to (i), each with a verdict, a reason and evidence."""
+    stored = json.loads((KEPT / "claims" / "claims.json").read_text())
+    assert "".join(c["key"] for c in stored["claims"]) == "abcdefghi"
+    for c in stored["claims"]:
+        assert (
+            c["verdict"] in ("confirmed", "not confirmed here", "depends") and c["because"] and c["tables"][0]["rows"]
+        )
+
+
+def test_plots_of_the_context_study(tmp_path):
+    """Drawn from the JSON alone."""
+    (tmp_path / "context.json").write_text((KEPT / "context" / "context.json").read_text())
+    context_page.write_page(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"context.json", "README.md", "context.png", "health.png"}
+
+
+def test_the_readme_holds_the_table_that_the_command_writes():
+    """`make tables` would change nothing; a README without the markers is refused."""
+    readme, made = best_k.README.read_text(), best_k.section(runs.read_config(best_k.HERE / "config.toml"))
+    assert best_k.replaced(readme, made) == readme
+    with pytest.raises(SpecqError, match="lacks the markers"):
+        best_k.replaced("# specq", made)
+
+
+def test_the_best_k_is_the_smallest_within_one_percent():
+    """A cell by brute force over K."""
+    config = runs.read_config(best_k.HERE / "config.toml")
+    system = curves.System.of(config["system"], best_k.HERE)
+    alpha, k_max = curves.alpha_of(2.0, config["k"]), config["k_max"]
+    speeds = []
+    for k in range(k_max + 1):
+        draft = system.cost.step_time("draft", 128, config["context"], 1, "bf16")
+        verify = system.cost.step_time("target", 128, config["context"], k + 1, "fp8_e4m3")
+        speeds.append(sum(alpha**i for i in range(k + 1)) / (k * draft + verify))
+    best = next(k for k, s in enumerate(speeds) if s >= 0.99 * max(speeds))
+    k, found = best_k._choice(config, system, 2.0, 128, "fp8_e4m3")
+    assert k == best and found == pytest.approx(speeds[best])
+
+
+def _commands() -> list[tuple[str, str]]:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    blocks = [(p.name, b) for p in pages for b in re.findall(r"```\w*\n(.*?)```", p.read_text(), re.S)]
+    lines = [(n, line) for n, b in blocks for line in b.replace("\\\n", "").splitlines()]
+    return [(n, line.removeprefix("$ ").split(" #")[0]) for n, line in lines if re.match(r"(\$ )?(specq|make) ", line)]
+
+
+@pytest.mark.parametrize("page, line", _commands())
+def test_commands_of_the_manual_exist(page, line):
+    """Every command in a code block of the README and docs/ exists with the options it is given."""
+    words = shlex.split(line)
+    if words[0] == "make":
+        assert re.search(rf"^[\w -]*\b{words[1]}\b[\w -]*:", (ROOT / "Makefile").read_text(), re.M), line
+        return
+    command = typer.main.get_command(app).commands[words[1]]
+    known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
+    assert {w for w in words if w.startswith("--")} <= known, line
+
+
+def test_links_of_the_manual_lead_somewhere():
+    """Every relative link of the README and docs/ is a file of this repository."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *KEPT.glob("*/README.md")]:
+        for link in re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text()):
+            assert (page.parent / link).exists(), (page, link)
+
+
+def test_formats_of_the_manual_are_all_formats():
+    """docs/formats.md lists every format with its bytes per token, layer and head."""
+    text = (ROOT / "docs" / "formats.md").read_text()
+    for name, size in re.findall(r"^\| `(\w+)` \|[^|]*\|[^|]*\| ([^|]+) \|", text, re.M):
+        d = 128
+        assert eval(size.replace(" d", f" * {d}"), {}) == sum(get_format(name).bytes_per_token(1, d)), name
+    assert set(re.findall(r"^\| `(\w+)`", text, re.M)) == {f.name for f in FORMATS_KNOWN}
