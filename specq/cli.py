@@ -244,6 +244,7 @@ def validate(
     memory_share: Annotated[float, typer.Option(help="vLLM's gpu_memory_utilization.")] = 0.9,
     time_limit: Annotated[float, typer.Option(help="Seconds that one cell may take.")] = 900.0,
     stop_after: Annotated[float | None, typer.Option(help="Seconds after which no further cell is started.")] = None,
+    at_once: Annotated[int, typer.Option(help="Cells that run at once, each on GPUs of its own.")] = 1,
     device: Annotated[str | None, typer.Option(help="cpu or cuda for the replay; default the study's.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory; default STUDY_DIR/validation.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, for logs.")] = False,
@@ -255,8 +256,8 @@ def validate(
     validate_command(
         study_dir, dtypes=dtype or [], ks=_numbers(k, "--k"), extra=cell or [], batch=batch, num_prompts=num_prompts,
         passes=passes, synthetic=synthetic, pair=pair, context=context, cost=cost, probe=probe, eager=eager,
-        tensor_parallel=tensor_parallel, memory_share=memory_share, limits=Limits(time_limit, stop_after), device=device,
-        out=out, quiet=quiet,
+        tensor_parallel=tensor_parallel, memory_share=memory_share, limits=Limits(time_limit, stop_after, at_once),
+        device=device, out=out, quiet=quiet,
     )  # fmt: skip
 
 

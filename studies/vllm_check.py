@@ -41,7 +41,7 @@ def sweep(folder: Path, out: Path, args: argparse.Namespace, left: float | None,
     options = dict(
         dtypes=DTYPES, ks=KS, extra=EXTRA, batch=args.batch, num_prompts=None, passes=args.passes, synthetic=False,
         pair=None, context=None, cost=None, probe=False, eager=args.eager, tensor_parallel=1, memory_share=args.memory_share,
-        limits=Limits(args.time_limit, left), device=args.device, out=out, quiet=True,
+        limits=Limits(args.time_limit, left, args.at_once), device=args.device, out=out, quiet=True,
     )  # fmt: skip
     return validate_command(folder, **options | changes)
 
@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="of the study and the replay")
     parser.add_argument("--time-limit", type=float, default=400.0, help="seconds per cell")
     parser.add_argument("--stop-after", type=float, help="seconds after which no further cell is started")
+    parser.add_argument("--at-once", type=int, default=1, help="cells that run at once, each on a GPU of its own")
     parser.add_argument("--memory-share", type=float, default=0.5)
     parser.add_argument("--eager", action="store_true", help="starts faster; the speeds mean nothing then")
     args = parser.parse_args()

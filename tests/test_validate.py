@@ -21,7 +21,7 @@ from specq.engines.vllm import agreement, speed
 from specq.engines.vllm.command import cells_of, validate_command
 from specq.engines.vllm.plan import Cell, Workload, build, parse_cell
 from specq.engines.vllm.protocol import CellRequest, CellResult, Pass, RequestLog, read_result
-from specq.engines.vllm.runner import finished, last_words, run_cell
+from specq.engines.vllm.runner import finished, lanes, last_words, run_cell, run_cells
 from specq.engines.vllm.validate import Limits, how_to_install
 from specq.errors import SpecqError
 from specq.finished import load, reconfigured
@@ -218,6 +218,40 @@ def test_last_words_are_the_exception(tmp_path):
 def test_stop_after_leaves_cells_pending(study):
     made = sweep(study, study / "late", limits=Limits(60.0, 0.0))
     assert {c["status"] for c in made["cells"]} == {"pending"} and not made["complete"]
+
+
+MEETING = """
+import os, pathlib, sys, time
+here = pathlib.Path(sys.argv[1]).parent
+(here / f"gpus-{os.environ['CUDA_VISIBLE_DEVICES']}").write_text("here")
+while len(list(here.glob("gpus-*"))) < 2:
+    time.sleep(0.01)
+sys.exit("ValueError: met")
+"""
+
+
+def test_cells_at_once_each_have_gpus_of_their_own(tmp_path):
+    """Two cells that wait for each other both come to their end, under different CUDA_VISIBLE_DEVICES; one after another they
+    would not."""
+    requests = [build(Cell(get_format(f), 0, "greedy"), small_work()) for f in ("bf16", "fp8_e4m3")]
+    found = run_cells(tmp_path, requests, 60.0, command=(sys.executable, "-c", MEETING), gpus=lanes(2, 2))
+    assert [o.status for o in found.values()] == ["failed", "failed"] and list(found) == [r.name for r in requests]
+    assert all("met" in o.error for o in found.values())
+    assert {p.name for p in tmp_path.glob("gpus-*")} == {"gpus-0,1", "gpus-2,3"}
+
+
+def test_lanes_take_the_gpus_that_this_process_has(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6")
+    assert lanes(1, 2) == [None] and lanes(3, 1) == ["3", "5", "6"]
+    with pytest.raises(SpecqError, match="2 cells at once need 4 GPUs; CUDA_VISIBLE_DEVICES has 3"):
+        lanes(2, 2)
+
+
+def small_work():
+    return Workload(
+        models=("t", "d"), prompts=[[1, 2]], documents=["a"], transform=Transform(), output_tokens=4, batch=1,
+        version="0.24.0",
+    )  # fmt: skip
 
 
 def log_of(*steps, reason="length"):

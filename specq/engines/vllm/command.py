@@ -79,8 +79,13 @@ def validate_command(
     version = version or installed_version()
     if device:
         found.config = validated(found.config.model_dump() | {"device": device})
-    if min(passes, tensor_parallel, batch or 1, num_prompts or 1, context or 1) < 1 or not 0 < memory_share <= 1:
-        raise SpecqError("--passes, --tensor-parallel, --batch, --num-prompts and --context must be positive")
+    if (
+        min(passes, tensor_parallel, limits.at_once, batch or 1, num_prompts or 1, context or 1) < 1
+        or not 0 < memory_share <= 1
+    ):
+        raise SpecqError(
+            "--passes, --tensor-parallel, --at-once, --batch, --num-prompts and --context must be positive"
+        )
     out = out or study_dir / ("synthetic" if synthetic else "validation")
     cells = cells_of(found, dtypes, ks, extra)
     if probe and parse_version(version) not in PROBED:

@@ -1,16 +1,18 @@
-"""Run cells one after another, each in a process of its own, and keep what is done.
+"""Run cells, each in a process of its own, one after another or each on GPUs of its own, and keep what is done.
 
 Per cell `<name>.request.json`, `<name>.log` and, when it worked, `<name>.result.json`. A result is used again when its
 request has not changed, so an interrupted sweep goes on where it stopped; a failed cell is tried again by the next call.
 """
 
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from specq.engines.vllm.protocol import CellRequest, CellResult, read_result
 from specq.errors import SpecqError
 
 ENGINE = (sys.executable, "-m", "specq.engines.vllm.engine")
+_running: set[subprocess.Popen] = set()
 GRACE = 10.0  # seconds between asking a process to end and ending it
 BACKEND = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? backend")
 
@@ -42,10 +45,12 @@ def finished(folder: Path, request: CellRequest) -> CellResult | None:
     return result if result.digest == request.digest else None
 
 
-def run_cell(folder: Path, request: CellRequest, limit: float, command: Sequence[str] = ENGINE) -> Outcome:
+def run_cell(
+    folder: Path, request: CellRequest, limit: float, command: Sequence[str] = ENGINE, gpus: str | None = None
+) -> Outcome:
     """Run one cell, or take its kept result. Never raises for what the engine does.
 
-    limit: seconds until its whole process group is ended.
+    limit: seconds until its whole process group is ended. gpus: what its CUDA_VISIBLE_DEVICES is, if not this process's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log, out = folder / f"{request.name}.log", folder / f"{request.name}.result.json"
@@ -56,7 +61,7 @@ def run_cell(folder: Path, request: CellRequest, limit: float, command: Sequence
     asked.write_text(request.model_dump_json(indent=1), encoding="utf-8")
     out.unlink(missing_ok=True)
     began = time.monotonic()
-    code = _run([*command, str(asked), str(out)], log, limit)
+    code = _run([*command, str(asked), str(out)], log, limit, gpus)
     took = time.monotonic() - began
     if code is None:
         return Outcome("timeout", error=f"not done after {limit:.0f} s; see {log.name}", seconds=took)
@@ -68,18 +73,26 @@ def run_cell(folder: Path, request: CellRequest, limit: float, command: Sequence
         return Outcome("failed", error=str(error), seconds=took)
 
 
-def _run(command: Sequence[str], log: Path, limit: float) -> int | None:
+def _run(command: Sequence[str], log: Path, limit: float, gpus: str | None) -> int | None:
     """Exit code of a command in a process group of its own, or None when it was ended after `limit` seconds."""
+    environment = None if gpus is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpus}
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
         )
+        _running.add(process)
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
             return None
         finally:  # also on Ctrl-C, and for workers that outlive their parent and would hold the GPU's memory
             _end_group(process)
+            _running.discard(process)
 
 
 def _end_group(process: subprocess.Popen) -> None:
@@ -109,6 +122,17 @@ def _backends(log: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(BACKEND.findall(log.read_text(encoding="utf-8", errors="replace"))))
 
 
+def lanes(at_once: int, each: int) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of cells that run at once, `each` GPUs a cell; one cell at a time takes what this process has."""
+    if at_once == 1:
+        return [None]
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(i) for i in range(at_once * each)]
+    if len(names) < at_once * each:
+        raise SpecqError(f"{at_once} cells at once need {at_once * each} GPUs; CUDA_VISIBLE_DEVICES has {len(names)}")
+    return [",".join(names[i * each : (i + 1) * each]) for i in range(at_once)]
+
+
 def run_cells(
     folder: Path,
     requests: Sequence[CellRequest],
@@ -118,15 +142,42 @@ def run_cells(
     command: Sequence[str] = ENGINE,
     done: Callable[[CellRequest, Outcome], None] = lambda request, outcome: None,
     clock: Callable[[], float] = time.monotonic,
+    gpus: Sequence[str | None] = (None,),
 ) -> dict[str, Outcome]:
-    """All cells in order. After `stop_after` seconds no further cell is started: kept ones are taken, others pending."""
-    start, outcomes = clock(), {}
-    for request in requests:
+    """All cells, started in order, as many at once as `gpus` has entries, each on one entry's GPUs.
+
+    After `stop_after` seconds no further cell is started: kept ones are taken, others pending. `done` is called in this
+    thread, as cells end.
+    """
+    start, free = clock(), queue.SimpleQueue()
+    for entry in gpus:
+        free.put(entry)
+
+    def run(request: CellRequest) -> Outcome:
         late = stop_after is not None and clock() - start >= stop_after
         if late and finished(folder, request) is None:
-            outcome = Outcome("pending", error="not started: the time of --stop-after was over")
-        else:
-            outcome = run_cell(folder, request, limit, command)
-        outcomes[request.name] = outcome
-        done(request, outcome)
-    return outcomes
+            return Outcome("pending", error="not started: the time of --stop-after was over")
+        mine = free.get()
+        try:
+            return run_cell(folder, request, limit, command, mine)
+        finally:
+            free.put(mine)
+
+    outcomes: dict[str, Outcome] = {}
+    if len(gpus) == 1:
+        for request in requests:
+            outcomes[request.name] = run(request)
+            done(request, outcomes[request.name])
+        return outcomes
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        futures = {pool.submit(run, request): request for request in requests}
+        try:
+            for future in as_completed(futures):
+                outcomes[futures[future].name] = future.result()
+                done(futures[future], outcomes[futures[future].name])
+        except BaseException:  # Ctrl-C: the threads only wait for their processes
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_running):
+                _end_group(process)
+            raise
+    return {request.name: outcomes[request.name] for request in requests}

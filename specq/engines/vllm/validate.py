@@ -15,7 +15,7 @@ from specq.engines.vllm.plan import Cell, Workload, build, random_prompts
 from specq.engines.vllm.protocol import CellRequest
 from specq.engines.vllm.record import validation_json
 from specq.engines.vllm.replayed import Replayer, counted
-from specq.engines.vllm.runner import ENGINE, Outcome, run_cells
+from specq.engines.vllm.runner import ENGINE, Outcome, lanes, run_cells
 from specq.engines.vllm.shapes import config_directories
 from specq.errors import SpecqError
 from specq.finished import Finished
@@ -25,10 +25,11 @@ from specq.vllm_options import parse_version
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that one cell may take, and after how many no further cell is started."""
+    """Seconds that one cell may take, after how many no further cell is started, and how many run at once."""
 
     cell: float = 900.0
     stop_after: float | None = None
+    at_once: int = 1
 
 
 def installed_version() -> str:
@@ -155,7 +156,7 @@ class Validation:
 
             run_cells(
                 self.folder, list(self.requests.values()), self.limits.cell, stop_after=self.limits.stop_after,
-                command=self.command, done=note,
+                command=self.command, done=note, gpus=lanes(self.limits.at_once, self.work.tensor_parallel),
             )  # fmt: skip
         if not self.work.synthetic:
             self._replay()
