@@ -38,6 +38,7 @@ def test_ctrl_c_inside_a_finalizer_is_not_lost():
     """Python drops an exception that a finalizer raises, Ctrl-C included; it comes again, without a traceback."""
     code = (
         "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs of a shell ignore it
         "from specq import cli\n"
         "class Held:\n"
         "    def __del__(self): signal.raise_signal(signal.SIGINT)\n"

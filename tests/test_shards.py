@@ -111,6 +111,7 @@ def test_ctrl_c_in_the_terminal(pair, tmp_path):
     for pieces, says in ((3, "3 finished pieces are kept"), (0, "nothing is kept")):
         code = (
             "import os, signal\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs of a shell ignore it
             "from specq import shards\n"
             "write, seen = shards.Shards._write, []\n"
             "def counted(self, path, piece):\n"
