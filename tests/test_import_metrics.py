@@ -1,5 +1,6 @@
 """Counters of a running server: parsing, differences, restarts, honest intervals. Cases M-01..M-05 and S-28."""
 
+import http.client
 import json
 import re
 
@@ -252,25 +253,71 @@ def test_a_log_line_of_absurd_counts_ends_in_a_sentence():
         other_reading(line, "log")
 
 
-def test_scraping_survives_a_restart(tmp_path):
-    """A server that vanishes for one scrape and comes back at zero still gives one answer, with both facts told."""
-    answers = [page(100, 300, 150), page(200, 600, 300), OSError("refused"), page(30, 90, 40), page(80, 240, 110)]
+def test_a_restart_with_another_k_is_a_restart():
+    """Other positions mean another server, though every counter is larger than before and no birth is told (M-04)."""
+    before, after = page(22, 88, 44, (22, 22, 0, 0)), page(87, 259, 167, (70, 55, 42))
+    made = difference([("a", parse(before, "a")), ("b", parse(after, "b"))])["m"]
+    assert made.total == CycleCounts(87, 259, 167, (70, 55, 42))
+    assert any("counter reset" in n for n in made.notes)
+
+
+def test_cycles_of_several_k_keep_their_depths_apart():
+    """S_k is a share of the cycles that drafted k tokens: by hand, engines of K = 2 and K = 4 with 100 drafts each."""
+    text = page(100, 200, 100, (60, 40)) + page(100, 400, 100, (50, 30, 15, 5), engine="1")
+    found = summarise(difference([("one", parse(text, "one"))])["m"])
+    assert [s["value"] for s in found["marginal_survival"]] == [0.55, 0.35, 0.15, 0.05]
+    assert found["conditional_survival"] == pytest.approx([0.55, 70 / 110, 0.5, 5 / 15])
+    assert found["num_speculative_tokens_measured"] == 4
+    assert any("K = 2, 4" in n for n in found["notes"])
+    assert not any("not every cycle" in n for n in found["notes"])
+
+
+def scraped(answers, folder, *, took=0.0):
+    """`scrape` every 10 s for 40 s on a clock of its own; an answer takes `took` seconds and may be an exception."""
+    left, now = list(answers), [0.0]
 
     def get(url):
-        answer = answers.pop(0)
-        if isinstance(answer, OSError):
+        now[0] += took
+        answer = left.pop(0)
+        if isinstance(answer, Exception):
             raise answer
         return answer
 
-    now = [0.0]
     paths, missed = scrape(
-        "http://x/metrics", 10, 40, tmp_path / "s", Reporter(quiet=True), get=get, clock=lambda: now[0],
+        "http://x/metrics", 10, 40, folder, Reporter(quiet=True), get=get, clock=lambda: now[0],
         sleep=lambda s: now.__setitem__(0, now[0] + s),
     )  # fmt: skip
-    assert (len(paths), missed, now[0]) == (4, 1, 40.0)
+    return paths, missed, now[0]
+
+
+def test_scraping_survives_a_restart(tmp_path):
+    """A server that vanishes for one scrape and comes back at zero still gives one answer, with both facts told."""
+    answers = [page(100, 300, 150), page(200, 600, 300), OSError("refused"), page(30, 90, 40), page(80, 240, 110)]
+    paths, missed, now = scraped(answers, tmp_path / "s")
+    assert (len(paths), missed, now) == (4, 1, 40.0)
     reading = read(paths)
     assert reading.total.drafts == 100 + 30 + 50
     assert any("counter reset" in n for n in reading.notes)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["<html>Bad gateway</html>", "", page(200, 600, 300)[:300], 'vllm:num_requests_running{engine="0"} 0\n',
+     http.client.IncompleteRead(b"# HELP"), http.client.BadStatusLine("")],
+)  # fmt: skip
+def test_one_useless_answer_costs_one_scrape(tmp_path, answer):
+    """What a proxy or a server that starts or dies answers is kept aside, and the analysis can be repeated without it."""
+    answers = [page(100, 300, 150), answer, page(200, 600, 300), page(300, 900, 450), page(400, 1200, 600)]
+    paths, missed, _ = scraped(answers, tmp_path / "s")
+    assert (len(paths), missed) == (4, 1)
+    assert read(sorted((tmp_path / "s").glob("*.prom"))).total.drafts == 300
+
+
+def test_slow_answers_do_not_stretch_the_time_asked_for(tmp_path):
+    """Answers of 15 s at one scrape every 10 s: what was missed is not made up for."""
+    paths, _, now = scraped([page(n, 3 * n, n) for n in (100, 200, 300)], tmp_path / "s", took=15.0)
+    assert [p.name for p in paths] == ["00000.prom", "00002.prom", "00004.prom"]
+    assert now == 55.0
 
 
 def test_scraping_a_silent_server_or_no_address(tmp_path):

@@ -26,6 +26,8 @@ def read(paths: Sequence[Path], model: str | None = None) -> Reading:
     """
     texts = [(path, read_text(path)) for path in paths]
     others = [other_reading(text, path.name) for path, text in texts]
+    if model is not None and any(o is not None for o in others):
+        raise SpecqError("--model chooses among the models of Prometheus text; these files have one reading each")
     if all(o is not None for o in others):
         return Reading(
             ", ".join(o.source for o in others),
@@ -70,7 +72,7 @@ def import_metrics_command(
         notes.append(f"{len(paths)} scrapes are kept in {folder}")
         if missed:
             notes.append(
-                f"{missed} scrapes found no server; what it did before a restart since the last scrape is lost"
+                f"{missed} scrapes found no counters; what a server did between its last scrape and a restart is lost"
             )
     found = summarise(read(paths, model))
     found["notes"] += notes
@@ -113,26 +115,17 @@ def table(found: dict[str, Any]) -> Table:
             rows.append(("conditional S_k / S_(k-1)", ", ".join(given)))
         narrow = found["mu_if_cycles_were_independent"]
         if narrow:
-            wider = found["overdispersion"]
-            rows.append(
-                (
-                    "were cycles independent",
-                    f"mu {narrow['ci95'][0]:.4f} to {narrow['ci95'][1]:.4f}, too narrow"
-                    + (f": variance between {found['unit']}s is {wider:.1f} times that" if wider else ""),
-                )
-            )
+            wider, between = found["overdispersion"], f"variance between {found['unit']}s is"
+            told = ", too narrow" if wider is None else f": {between} {wider:.1f} times that"
+            rows.append(("were cycles independent", f"mu {narrow['ci95'][0]:.4f} to {narrow['ci95'][1]:.4f}{told}"))
     if found.get("mu_shift_from_against"):
         s = found["mu_shift_from_against"]
         told = {True: "resolved", False: "not resolved", None: "cannot be judged"}[s["significant"]]
         rows.append(("shift of mu from --against", f"{_value(s)}, {told}"))
-    if choice := found.get("choice"):
-        rows.append(
-            (
-                "num_speculative_tokens",
-                f"{choice['num_speculative_tokens']} at a draft cost of {choice['draft_cost']:g}; {choice['largest_measured']}"
-                " is the largest measured, beyond it nothing is known",
-            )
-        )
+    if measured := found.get("num_speculative_tokens_measured"):
+        choice = found.get("choice")
+        best = f"{choice['num_speculative_tokens']} at a draft cost of {choice['draft_cost']:g}; " if choice else ""
+        rows.append(("num_speculative_tokens", f"{best}{measured} is the largest measured, beyond it nothing is known"))
     rows += [("note", n) for n in found["notes"]]
     out = Table(show_header=False, box=None, pad_edge=False)
     out.add_column(style="bold", no_wrap=True)

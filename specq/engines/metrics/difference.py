@@ -1,7 +1,8 @@
 """From scrapes in order of time to what happened between them.
 
-A counter that fell, or was created anew, means that the server restarted: what it shows afterwards was counted since
-then, and what it counted between the last scrape and the restart is lost. Nothing is ever negative.
+A counter that fell, was created anew, or has another number of positions means that the server restarted: what it shows
+afterwards was counted since then, and what it counted between the last scrape and the restart is lost. Nothing is ever
+negative.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,10 +41,11 @@ def _counts(c: Counters, where: str) -> CycleCounts:
 
 
 def _fell(before: Counters, after: Counters) -> bool:
+    other_k = len(before.per_position) != len(after.per_position)  # K is fixed while a server runs
     pairs = [(before.drafts, after.drafts), (before.drafted, after.drafted), (before.accepted, after.accepted)]
     pairs += [(n, after.per_position.get(i, 0)) for i, n in before.per_position.items()]
     reborn = before.born is not None and after.born is not None and after.born != before.born
-    return reborn or any(b > a for b, a in pairs)
+    return reborn or other_k or any(b > a for b, a in pairs)
 
 
 def _minus(after: Counters, before: Counters) -> Counters:
@@ -64,6 +66,7 @@ def difference(scrapes: Sequence[tuple[str, Mapping[Engine, Counters]]]) -> dict
     if len(scrapes) == 1:
         for engine, counters in scrapes[0][1].items():
             readings[engine.model].clusters.append(_counts(counters, f"{names[0]}, {engine.name}"))
+            readings[engine.model].unit = "engine"
             readings[engine.model].notes = ["one scrape only: the counts are those since the server's start"]
         return readings
     last: dict[Engine, Counters] = dict(scrapes[0][1])

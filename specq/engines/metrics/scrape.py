@@ -1,5 +1,7 @@
 """Scrape a live server's /metrics into files, and come through its restarts."""
 
+import http.client
+import math
 import re
 import time
 import urllib.error
@@ -7,6 +9,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from specq.engines.metrics.text import parse
 from specq.errors import SpecqError
 from specq.progress import Reporter
 
@@ -28,6 +31,15 @@ def fetch(url: str, timeout: float = 5.0) -> str:
         return answer.read().decode("utf-8", errors="replace")
 
 
+def _unusable(text: str, url: str) -> str:
+    """Why an answer holds no counters; empty where it does."""
+    try:
+        parse(text, url)
+    except SpecqError as error:
+        return str(error)
+    return ""
+
+
 def scrape(
     url: str,
     every: float,
@@ -39,9 +51,10 @@ def scrape(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[list[Path], int]:
-    """Write a file per answer for `span` seconds, one `every` so many; returns the files and how often nothing came.
+    """Write a file per answer for `span` seconds, one `every` so many; returns the files that hold counters and how often
+    none came. An answer without counters (of a proxy, or cut off) is kept beside them as NNNNN.unusable.
 
-    Raises SpecqError for an address that is none, and when the server never answered.
+    Raises SpecqError for an address that is none, and when the server never answered with counters.
     """
     if not url.startswith(("http://", "https://")):
         raise SpecqError(f"--url takes an address like http://localhost:8000/metrics, not {url!r}")
@@ -50,21 +63,27 @@ def scrape(
     folder.mkdir(parents=True, exist_ok=True)
     written, missed, why, start = [], 0, "", clock()
     with reporter.task("scraping", span) as done:
-        shown = 0.0
-        for n in range(int(span / every + 1e-9) + 1):
+        shown, n = 0.0, 0
+        while n <= int(span / every + 1e-9):
             wait = start + n * every - clock()
             if wait > 0:
                 sleep(wait)
             try:
                 text = get(url)
-            except (OSError, ValueError) as error:  # a server that restarts refuses connections or answers half
-                missed, why = missed + 1, str(getattr(error, "reason", error))
-            else:
-                path = folder / f"{n:05d}.prom"
+                why = _unusable(text, url)
+                path = folder / f"{n:05d}.{'unusable' if why else 'prom'}"
                 path.write_text(text, encoding="utf-8")
-                written.append(path)
+                written += [] if why else [path]
+            except (
+                OSError,
+                ValueError,
+                http.client.HTTPException,
+            ) as error:  # a server that restarts refuses or breaks off
+                why = str(getattr(error, "reason", error)) or type(error).__name__
+            missed += bool(why)
             done(n * every - shown)
             shown = n * every
+            n = max(n + 1, math.ceil((clock() - start) / every - 1e-9))  # what slow answers missed is not made up for
     if not written:
-        raise SpecqError(f"{url} never answered in {span:.0f} s ({why})")
+        raise SpecqError(f"{url} never answered with counters in {span:g} s: {why}")
     return written, missed

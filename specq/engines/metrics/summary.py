@@ -24,6 +24,9 @@ TOO_NARROW = (
 SHORT_CYCLES = (
     "not every cycle drafted the full number of tokens: marginal rates are a lower bound of those of full cycles"
 )
+SEVERAL_K = (
+    "cycles of K = {} are pooled here: S_k is of those that drafted so deep, mu is of all of them and of no single K"
+)
 
 
 def k_measured(counts: CycleCounts) -> int:
@@ -81,13 +84,20 @@ def summarise(reading: Reading) -> dict[str, Any]:
         notes.append(TOO_NARROW)
     if counts.per_position is None:
         notes.append("per-position counters are missing: no rates by position, and no other K can be judged")
-    if counts.drafted < k * counts.drafts:
+    depths = sorted({len(c.per_position or ()) for c in clusters if c.drafts})
+    if counts.per_position and counts.drafted < sum(c.drafts * len(c.per_position or ()) for c in clusters):
         notes.append(SHORT_CYCLES)
-    survival = []
-    for i, s in enumerate(counts.marginal):
-        parts = [(c.per_position[i] if i < len(c.per_position) else 0) for c in clusters]
-        own = float(np.sqrt(s * (1 - s) / counts.drafts))
-        survival.append(_block(s, _ratio(clusters, parts), own, (0.0, 1.0)))
+    if counts.per_position and len(depths) > 1:
+        notes.append(SEVERAL_K.format(", ".join(map(str, depths))))
+    survival, conditional = [], []
+    for i in range(len(counts.per_position or ())):
+        deep = [c for c in clusters if len(c.per_position or ()) > i]
+        parts, drafts = [c.per_position[i] for c in deep], sum(c.drafts for c in deep)
+        before = sum(c.per_position[i - 1] if i else c.drafts for c in deep)
+        s = sum(parts) / drafts
+        own = float(np.sqrt(s * (1 - s) / drafts))
+        survival.append(_block(s, _ratio(deep, parts), own, (0.0, 1.0)))
+        conditional.append(sum(parts) / before if before else None)
     value = counts.mean_accepted
     block = _block(value, mu, se, (0.0, float(k)))
     emitted = {**block, "value": value + 1, "ci95": [None if x is None else x + 1 for x in block["ci95"]]}
@@ -98,7 +108,7 @@ def summarise(reading: Reading) -> dict[str, Any]:
         "mu_accepted": block,
         "mean_emitted": emitted,
         "marginal_survival": survival,
-        "conditional_survival": counts.conditional,
+        "conditional_survival": conditional,
         "mu_if_cycles_were_independent": narrow,
         "overdispersion": (mu.se / se) ** 2 if mu is not None and se else None,
         "notes": notes,
