@@ -104,11 +104,21 @@ def read(text: str) -> ServeCommand:
 def _split(text: str) -> list[str]:
     lines = [line for line in text.replace("\r\n", "\n").split("\n") if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\[ \t]*\n", " ", "\n".join(lines))
-    try:
-        words = shlex.split(joined)
-        return [part for word in words for part in ((word[:-1], ";") if re.search(r"[^;];$", word) else (word,))]
-    except ValueError as error:
-        raise fail(f"cannot be split into words: {first_line(error)}; JSON needs '...' around it") from None
+    words: list[str] = []
+    pending, wrong = "", None
+    for line in joined.split("\n"):
+        try:  # a line that ends within quotes goes on in the next one
+            found = shlex.split(pending := pending + line)
+        except ValueError as error:
+            pending, wrong = pending + "\n", error
+            continue
+        if words and found and not found[0].startswith("-") and not _ends(words[-1]) and not _ends(found[0]):
+            words.append(";")  # another command; a line of options belongs to the one before, backslash or not
+        words += [part for word in found for part in ((word[:-1], ";") if re.search(r"[^;];$", word) else (word,))]
+        pending = ""
+    if pending:
+        raise fail(f"cannot be split into words: {first_line(wrong)}; JSON needs '...' around it")
+    return words
 
 
 def _ends(word: str) -> bool:
@@ -171,7 +181,8 @@ def json_object(option: str, text: str | None) -> dict[str, Any]:
     try:
         value = json.loads(text or "")
     except (ValueError, RecursionError) as error:
-        raise fail(f"{option} is not JSON ({first_line(error)}); in a shell it needs '...' around it") from None
+        hint = "variables and $(...) are not expanded" if "$" in (text or "") else "in a shell it needs '...' around it"
+        raise fail(f"{option} is not JSON ({first_line(error)}); {hint}") from None
     if not isinstance(value, dict):
         raise fail(f"{option} is not a JSON object")
     return value
