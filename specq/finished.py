@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from specq import files
+from specq import files, pairs
 from specq.analysis import NULL, Analysis, Columns, analyse
 from specq.conclude import Material
 from specq.config import DRAWS, StudyConfig, cost_digest, validated
@@ -63,6 +63,11 @@ class Finished:
     def lookup(self) -> NgramLookup | None:
         """The draft where it is no model."""
         return None if self.shapes[1] else NgramLookup(*self.config.ngram)
+
+    @property
+    def drafting(self) -> str:
+        """How drafts are proposed: ngram, probabilistic or greedy."""
+        return pairs.NGRAM if self.lookup else self.config.draft_sampling
 
     def cost(self, config: StudyConfig) -> CostModel:
         """The cost model that `config` names; `measured` is the table that the study measured."""

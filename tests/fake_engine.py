@@ -59,12 +59,13 @@ class Engine:
     def __init__(self, request):
         spec = request.engine.get("speculative_config")
         self.k = spec["num_speculative_tokens"] if spec else 0
-        self.rule = Rule(spec["draft_sample_method"]) if spec else None
+        self.window = (spec["prompt_lookup_min"], spec["prompt_lookup_max"]) if spec and "model" not in spec else None
+        self.rule = Rule("greedy" if self.window else spec["draft_sample_method"]) if spec else None
         self.target = self.draft = None
         self.synthetic = spec.get("synthetic_acceptance_rates") if spec else None
         if request.engine.get("load_format") != "dummy":
             load = lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()  # noqa: E731
-            self.target, self.draft = load(request.engine["model"]), load(spec["model"]) if spec else None
+            self.target, self.draft = load(request.engine["model"]), load(spec["model"]) if spec and not self.window else None
         self.generator = torch.Generator().manual_seed(request.engine["seed"])
         self.waiting, self.slots, self.active = [], request.engine["max_num_seqs"], []
         self.counts = [0, 0, 0, [0] * self.k]
@@ -84,29 +85,38 @@ class Engine:
 
     def _synthetic_cycle(self):
         coin = float(torch.rand(1, generator=self.generator))
-        return [7] * (1 + sum(coin < rate for rate in self.synthetic))
+        return [7] * (1 + sum(coin < rate for rate in self.synthetic)), self.k
 
-    def _count(self, accepted):
-        self.counts[0] += 1
-        self.counts[1] += self.k
+    def _count(self, accepted, drafted):
+        self.counts[0] += drafted > 0
+        self.counts[1] += drafted
         self.counts[2] += accepted
         for i in range(accepted):
             self.counts[3][i] += 1
 
+    def _looked_up(self, tokens):
+        """What followed the earliest of the longest runs that the text ends with, by looking everywhere."""
+        shortest, longest = self.window
+        for n in range(longest, shortest - 1, -1):
+            for at in range(len(tokens) - n):
+                if tokens[at : at + n] == tokens[len(tokens) - n :]:
+                    return tokens[at + n : at + n + self.k]
+        return []
+
     def _cycle(self, tokens):
-        drafted, q = [], []
-        for _ in range(self.k):
+        drafted, q = self._looked_up(tokens) if self.window else [], []
+        for _ in range(0 if self.window else self.k):
             p = self._probs(self.draft, tokens + drafted, 1)[0]
             q.append(p)
             if self.rule.draft_sampling == "greedy":
                 drafted.append(int(p.argmax()))
             else:
                 drafted.append(int(inverse_cdf(p[None], torch.rand(1, generator=self.generator, dtype=torch.float64))))
-        p = self._probs(self.target, tokens + drafted, self.k + 1)
+        p = self._probs(self.target, tokens + drafted, len(drafted) + 1)
         known = None if self.rule.draft_sampling == "greedy" else torch.stack(q)[None]
-        coins, picks = (torch.rand(1, n, generator=self.generator, dtype=torch.float64) for n in (self.k, self.k + 1))
-        n, after = verify_cycle(p[None], known, torch.tensor([drafted]), self.rule, coins, picks)
-        return [*drafted[: int(n)], int(after)]
+        coins, picks = (torch.rand(1, len(drafted) + n, generator=self.generator, dtype=torch.float64) for n in (0, 1))
+        n, after = verify_cycle(p[None], known, torch.tensor([drafted], dtype=torch.long), self.rule, coins, picks)
+        return [*drafted[: int(n)], int(after)], len(drafted)
 
     def step(self):
         while self.waiting and len(self.active) < self.slots:
@@ -114,8 +124,8 @@ class Engine:
         outputs = []
         for r in list(self.active):
             if self.k and r.started:
-                new = self._synthetic_cycle() if self.synthetic else self._cycle(r.tokens)
-                self._count(len(new) - 1)
+                new, drafted = self._synthetic_cycle() if self.synthetic else self._cycle(r.tokens)
+                self._count(len(new) - 1, drafted)
             elif self.target is None:
                 new = [7]
             else:

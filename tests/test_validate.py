@@ -387,6 +387,49 @@ def test_synthetic_sweep_times_a_shape_and_tune_reads_it(study):
     assert times[0] == pytest.approx(0.5) and times[4] == pytest.approx(0.5)  # the fake engine's clock
 
 
+@pytest.fixture(scope="module")
+def lookup_study(tmp_path_factory):
+    """A finished study of n-gram lookup on a random target that is cold enough to repeat itself now and then."""
+    root = tmp_path_factory.mktemp("lookup")
+    pair = (save_model(root / "t", seed=1), "ngram")
+    options = {"prompts": write_prompts(root / "p.jsonl", 12), "num_prompts": 12, "output_tokens": 32, "k_max": 4,
+               "current_k": 3, "batch": (4,), "ngram": (1, 3), "temperature": 0.2}  # fmt: skip
+    return small_study(root, pair, ("fp8",), **options)[1]
+
+
+def test_ngram_lookup_agrees_with_the_replay_of_its_tokens(lookup_study, tmp_path):
+    """Proposals depend on where a cycle began, so replay takes the chain's second index; the text tells every cycle, exactly.
+    The engine's own search is another one than specq's."""
+    made = sweep(lookup_study, tmp_path, dtypes=["fp8"], ks=[3], extra=[])
+    cells = by_name(made)
+    assert made["complete"] and list(cells) == ["fp8_e4m3-k0", "fp8_e4m3-k3-ngram"]
+    cell = cells["fp8_e4m3-k3-ngram"]
+    agreed, counters = cell["agreement"], cell["counters"]
+    assert cell["warnings"] == [] and cell["draft_kv_dtype"] is None and cell["draft_sampling"] == "ngram"
+    assert agreed["joint_test"]["exact"] and agreed["joint_test"]["p_value"] > 1e-3
+    assert 1.02 < agreed["emitted"]["measured"]["value"] < 4
+    assert 0 < counters["drafts"] < agreed["cycles"] + 12  # not every cycle finds something
+    assert counters["drafted"] < 3 * counters["drafts"]  # nor three tokens behind what it finds
+    assert cell["speedup_predicted"]["value"] > 0 and cell["study_mu_accepted"] is not None
+    request = CellRequest.model_validate_json((tmp_path / "cells" / "fp8_e4m3-k3-ngram.request.json").read_text())
+    config = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 3}
+    assert request.engine["speculative_config"] == config
+    assert request.environment == {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # the V2 runner looks up the latest occurrence
+    assert not any("draft's KV format" in w for w in made["warnings"])
+
+
+def test_what_ngram_lookup_cannot_be_asked(lookup_study, tmp_path):
+    for changes, message in (
+        ({"synthetic": True}, "need a draft that proposes in every cycle"),
+        ({"probe": True}, "need a draft that proposes in every cycle"),
+        ({"extra": ["fp8:2:greedy"]}, "neither greedy nor probabilistic"),
+    ):
+        with pytest.raises(SpecqError, match=message):
+            sweep(lookup_study, tmp_path / "x", **{"extra": [], **changes})
+    late = sweep(lookup_study, tmp_path / "x", extra=[], limits=Limits(60.0, 0.0), version="0.32.0")
+    assert any("latest" in w for w in late["warnings"])
+
+
 def test_without_vllm_the_command_says_what_to_install(study, monkeypatch, capsys):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)

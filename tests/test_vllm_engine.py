@@ -179,6 +179,22 @@ def test_speculation_leaves_the_text_as_it_is(swept):
         assert same >= 0.75, name
 
 
+def test_ngram_lookup_proposes_what_the_replay_says(tmp_path):
+    """vLLM's method "ngram" on the V1 runner: the text tells every cycle, so the joint test is exact but where rounding decides
+    between two tokens, and no more cycles drafted than there were steps."""
+    options = {"num_prompts": PROMPTS, "prompt_tokens": 96, "output_tokens": TOKENS, "k_max": 4, "temperature": 0.0,
+               "draft": "ngram", "batch": (8,)}  # fmt: skip
+    study = small_study(tmp_path, None, ("fp8",), **options)[1]
+    made = sweep(study, tmp_path / "sweep", ks=[4])
+    cell = next(c for c in made["cells"] if c["num_speculative_tokens"])
+    assert cell["status"] == "ok" and cell["warnings"] == [], cell
+    agreed, counters = cell["agreement"], cell["counters"]
+    assert 0 < counters["accepted"] < counters["drafted"] and counters["drafts"] <= agreed["cycles"] + PROMPTS
+    assert agreed["joint_test"]["exact"] or agreed["joint_test"]["p_value"] > 1e-3
+    gap = agreed["emitted"]["difference"]
+    assert abs(gap["value"]) < max(4 * gap["se"], 1e-9)
+
+
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AVX-512 is a matter of x86")
 def test_fp8_cache_runs_with_avx512_and_is_refused_clearly_without(study, tmp_path):
     """vLLM's CPU kernels read FP8 with AVX-512 alone; elsewhere the cell says so in a line and the sweep goes on."""

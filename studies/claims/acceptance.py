@@ -44,12 +44,13 @@ def sizes_of_the_loss(m: Studies) -> Claim:
     all_cases = [x for cases in reached.values() for x in cases]
     said = verdict(all_cases)
     counts = "; ".join(f"{f}: {sum(r)} of {len(r)} cases reach it" for f, r in reached.items())
+    where = listed([f"{about} ({arm})" for about, _, arm, _, _, range_ in rows if range_ == "in the range"])
     why = f"An interval reaches the published range where it overlaps it. {counts}. "
     why += {
         CONFIRMED: "The published sizes fit everywhere.",
         REFUTED: "Losses of this size were not seen in any setting.",
-        DEPENDS: "On how large mu is: a draft that is nearly the target has most to lose, while an ordinary draft's own errors"
-        " hide the target's; and on whether keys have outlier channels.",
+        DEPENDS: f"Reached by: {where}. It hangs on how large mu is: a draft that is nearly the target has most to lose, while an"
+        " ordinary draft's own errors hide the target's. Outlier channels of keys make the loss larger too.",
     }[said]
     table = Table(
         "Shift of mu (accepted per cycle) at K = 5, 95 % interval, paired by document:",
@@ -89,7 +90,9 @@ def outliers_and_scales(m: Studies) -> Claim:
         f" {-mu[INT8_TENSOR].value:.3f} accepted tokens and {kl[INT8_TENSOR].value:.3f} nats. A scale per token and head"
         f" {'rescues' if rescued else 'does not rescue'} it: {left[INT8_TOKEN]:.1%} of that KL and"
         f" {mu[INT8_TOKEN].value / mu[INT8_TENSOR].value:.1%} of that loss remain (rescued would be at most {REMAINS:.0%} of"
-        f" the KL). FP8 E4M3 with one scale, 1.0, {_breaks(breaks[E4M3])}: its exponent covers the range until codes saturate."
+        f" the KL). FP8 E4M3 with one scale, 1.0, {_breaks(breaks[E4M3])}: outliers add"
+        f" {kl[E4M3].value:.4f} nats and move mu by {mu[E4M3].value:+.3f} [{mu[E4M3].lo:+.3f}, {mu[E4M3].hi:+.3f}], since its"
+        " exponent covers the range until codes saturate."
         " An outlier channel is large in every token, so a scale per token is still spent on it; what a scale per token *and"
         " head* mends is the heads that have none, here one of two. A scale per key channel leaves"
         f" {left[INT8_CHANNEL]:.1%} of the KL."
@@ -165,8 +168,8 @@ def keys_by_channel(m: Studies) -> Claim:
     why = (
         f"`{INT8_MIXED}` is resolved to be the better in {len(won)} of {len(wins)} settings, `{INT8_TENSOR}` in:"
         f" {listed(lost)}; else neither. It hangs on the keys: where some channels are outliers it saves nearly everything;"
-        " where channels are alike there is little to save, and static scales per channel saturate on what their calibration"
-        " did not see."
+        " where channels are alike there is little to save, and static scales per channel can saturate on what their"
+        " calibration did not see."
     )
     claim = "Keys scaled per channel and values per token beat one scale each (`int8_k_channel_v_token`)."
     return Claim("h", claim, verdict(wins), why, [table])

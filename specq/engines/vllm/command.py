@@ -37,7 +37,7 @@ def cells_of(found: Finished, dtypes: Sequence[str], ks: Sequence[int] | None, e
         ks = sorted({config.current_k, *known, *(k for k in MAX_EXTRA_K if k <= config.k_max)})
     if ks and min(ks) < 0:
         raise SpecqError("--k takes numbers of drafted tokens, 0 for plain decoding")
-    return grid(formats, ks, config.draft_sampling, [parse_cell(c, config.draft_sampling) for c in extra])
+    return grid(formats, ks, found.drafting, [parse_cell(c, found.drafting) for c in extra])
 
 
 def _cost(found: Finished, cost: str | None) -> CostModel | None:
@@ -93,6 +93,10 @@ def validate_command(
         raise SpecqError(f"--probe knows the sampler of vLLM {known}, not of {version}")
     if probe and tensor_parallel > 1:
         raise SpecqError("--probe records in one process: use it with --tensor-parallel 1")
+    if found.lookup and (synthetic or probe):
+        raise SpecqError(
+            "--synthetic and --probe need a draft that proposes in every cycle; n-gram lookup does where it finds something"
+        )
     common = dict(
         batch=batch or found.config.batch[0], passes=passes, seed=found.config.seed, eager=eager,
         tensor_parallel=tensor_parallel, memory_share=memory_share,
@@ -117,7 +121,7 @@ def show(made: dict, out: Path) -> None:
     console = Terminal()
     table = Table(box=None, pad_edge=False)
     for name in ("cell", "emitted", "replay", "difference", "tokens/s", "speedup", "predicted"):
-        table.add_column(name, justify="left" if name == "cell" else "right")
+        table.add_column(name, justify="left" if name == "cell" else "right", no_wrap=name == "cell", overflow="fold")
     for cell in made["cells"]:
         if cell["status"] != "ok":
             table.add_row(escape(cell["name"]), cell["status"])

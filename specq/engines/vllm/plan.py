@@ -10,17 +10,23 @@ import numpy as np
 from specq.engines.vllm.protocol import CellRequest
 from specq.errors import SpecqError
 from specq.kv import KVFormat, get_format
+from specq.ngram import NgramLookup
+from specq.pairs import NGRAM
 from specq.rules import Transform
 from specq.vllm_options import draft_kv_is_free, speculative_config, synthetic_rates
 
+# Lookup is modelled as the V1 runner does it: the earliest occurrence. The V2 runner of 0.32 takes the latest, and fills up to
+# K tokens (vllm/v1/worker/gpu/spec_decode/ngram/speculator.py).
+V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 # The probe reads the sampler in this very process and of the V1 runner only.
-PROBE_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+PROBE_ENVIRONMENT = V1_RUNNER | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 _CELL = re.compile(r"(?P<format>\w+):(?P<k>\d{1,3})(?::(?P<drafting>probabilistic|greedy))?(?:@(?P<backend>\w+))?")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One configuration of the engine. `backend` None takes the one the format needs, or vLLM's choice."""
+    """One configuration of the engine. `drafting` is probabilistic, greedy or ngram; `backend` None takes the one the format
+    needs, or vLLM's choice."""
 
     fmt: KVFormat
     k: int
@@ -34,8 +40,8 @@ class Cell:
         return "-".join(parts) + (f"-{self.backend}" if self.backend else "")
 
     def draft_fmt(self, version: str) -> KVFormat:
-        """The draft's KV format: BF16 where this vLLM can set it, else inherited from the target."""
-        return get_format("bf16") if draft_kv_is_free(version) else self.fmt
+        """The draft's KV format: BF16 where this vLLM can set it (or lookup has none), else inherited from the target."""
+        return get_format("bf16") if self.drafting == NGRAM or draft_kv_is_free(version) else self.fmt
 
 
 def parse_cell(text: str, drafting: str) -> Cell:
@@ -43,6 +49,8 @@ def parse_cell(text: str, drafting: str) -> Cell:
     found = _CELL.fullmatch(text.strip())
     if not found:
         raise SpecqError(f"--cell {text!r}: write FORMAT:K[:greedy|probabilistic][@BACKEND], like fp8:4@TRITON_ATTN")
+    if drafting == NGRAM and found["drafting"]:
+        raise SpecqError(f"--cell {text!r}: the study's draft is n-gram lookup, which is neither greedy nor probabilistic")
     backend = found["backend"].upper() if found["backend"] else None
     return Cell(served(found["format"]), int(found["k"]), found["drafting"] or drafting, backend)
 
@@ -63,8 +71,8 @@ def grid(formats: Sequence[KVFormat], ks: Sequence[int], drafting: str, extra: S
 
 @dataclass
 class Workload:
-    """What all cells share. `models` are target and draft, directories or hub ids; `survival` maps a format name and K to
-    S_1..S_K for a synthetic sweep, which takes no weights and accepts at those rates."""
+    """What all cells share. `models` are target and draft, directories or hub ids (or `lookup` is the draft); `survival` maps
+    a format name and K to S_1..S_K for a synthetic sweep, which takes no weights and accepts at those rates."""
 
     models: tuple[str, str]
     prompts: list[list[int]]
@@ -80,6 +88,7 @@ class Workload:
     memory_share: float = 0.9
     positions: int | None = None
     probe: str | None = None
+    lookup: NgramLookup | None = None
     survival: dict[tuple[str, int], list[float]] = field(default_factory=dict)
 
     @property
@@ -133,7 +142,8 @@ def build(cell: Cell, work: Workload) -> CellRequest:
         "detokenize": False,
     }
     if cell.k:
-        config = speculative_config(work.version, draft, cell.draft_fmt(work.version), cell.k, cell.drafting)
+        draft_fmt = cell.draft_fmt(work.version)
+        config = speculative_config(work.version, draft, draft_fmt, cell.k, cell.drafting, work.lookup)
         if work.synthetic:
             rates = work.survival[cell.fmt.name, cell.k]
             config |= {
@@ -145,10 +155,13 @@ def build(cell: Cell, work: Workload) -> CellRequest:
         engine |= {"load_format": "dummy", "skip_tokenizer_init": True}
         sampling["ignore_eos"] = True
     probing = work.probe if cell.k and not work.synthetic else None
+    environment = V1_RUNNER if cell.k and work.lookup else {}
+    if probing:
+        environment = PROBE_ENVIRONMENT | {"SPECQ_PROBE": f"{probing}/{cell.name}"}
     return CellRequest(
         name=cell.name,
         engine=engine,
-        environment=PROBE_ENVIRONMENT | {"SPECQ_PROBE": f"{probing}/{cell.name}"} if probing else {},
+        environment=environment,
         sampling=sampling,
         prompts=work.prompts,
         documents=work.documents,

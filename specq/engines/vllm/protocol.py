@@ -47,7 +47,7 @@ class CellRequest(_Strict):
         so that a sweep goes on in another place or on another machine of the same kind."""
         asked = self.model_dump(mode="json", exclude={"environment"}) | {"probe": self.probe is not None}
         engine = asked["engine"] = {**asked["engine"], "model": Path(self.engine["model"]).name}
-        if spec := engine.get("speculative_config"):
+        if (spec := engine.get("speculative_config")) and "model" in spec:  # n-gram lookup has none
             engine["speculative_config"] = {**spec, "model": Path(spec["model"]).name}
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 

@@ -10,7 +10,7 @@ from specq.engines.vllm.protocol import CellResult
 from specq.engines.vllm.runner import Outcome
 from specq.errors import SpecqError
 from specq.finished import Finished
-from specq.vllm_options import CPU_VERIFIES_WRONGLY, draft_kv_is_free, parse_version
+from specq.vllm_options import CPU_VERIFIES_WRONGLY, V2_LOOKS_UP_SINCE, draft_kv_is_free, parse_version
 
 if TYPE_CHECKING:
     from specq.engines.vllm.validate import Validation
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 
 
-def measured_counters(result: CellResult, k: int) -> tuple[dict | None, list[str]]:
-    """The counters' own rates, and what does not fit between them and the steps seen."""
+def measured_counters(result: CellResult, k: int, lookup: bool) -> tuple[dict | None, list[str]]:
+    """The counters' own rates, and what does not fit between them and the steps seen. A `lookup` need not draft in every step,
+    nor K tokens."""
     c = result.counters
     if c is None or not c.drafts:
         return None, []
     cycles = sum(len(r.steps) - 1 for r in result.requests)
     warnings = []
-    if c.drafts != cycles:
+    if c.drafts > cycles or (c.drafts != cycles and not lookup):
         warnings.append(f"vLLM counted {c.drafts} drafts where {cycles} steps gave tokens: some steps drafted nothing")
-    if c.drafted != k * c.drafts:
+    if c.drafted != k * c.drafts and not lookup:
         warnings.append(f"not every cycle drafted {k} tokens: {c.drafted} in {c.drafts} drafts")
     if sum(c.per_position) != c.accepted:
         warnings.append("vLLM's counters are inconsistent: per-position counts do not sum to the accepted ones")
@@ -35,7 +36,8 @@ def measured_counters(result: CellResult, k: int) -> tuple[dict | None, list[str
         "mu_accepted": c.accepted / c.drafts,
         "mean_emitted": 1 + c.accepted / c.drafts,
         "marginal_survival": [n / c.drafts for n in c.per_position],
-        "note": "whole cycles, the ones that EOS or the length limit cut included; no interval: see `agreement`",
+        "note": "whole cycles, the ones that EOS or the length limit cut included; no interval: see `agreement`"
+        + (f"; only the {c.drafts} of {cycles} cycles in which lookup found something, `agreement` has all" if lookup else ""),
     }
     return block, warnings
 
@@ -88,7 +90,7 @@ def validation_json(v: "Validation") -> dict:
 
 def _is_main(v: "Validation", cell: Cell) -> bool:
     """Whether a cell belongs to the grid: the study's drafting and the backend that the format takes by itself."""
-    return cell.backend is None and (not cell.k or cell.drafting == v.found.config.draft_sampling)
+    return cell.backend is None and (not cell.k or cell.drafting == v.found.drafting)
 
 
 def _cell_block(v: "Validation", cell: Cell) -> dict:
@@ -97,7 +99,7 @@ def _cell_block(v: "Validation", cell: Cell) -> dict:
     block = {
         "name": cell.name,
         "target_kv_dtype": cell.fmt.name,
-        "draft_kv_dtype": cell.draft_fmt(v.work.version).name if cell.k else None,
+        "draft_kv_dtype": cell.draft_fmt(v.work.version).name if cell.k and not v.work.lookup else None,
         "vllm_kv_cache_dtype": cell.fmt.vllm,
         "num_speculative_tokens": cell.k,
         "draft_sampling": cell.drafting if cell.k else None,
@@ -109,7 +111,7 @@ def _cell_block(v: "Validation", cell: Cell) -> dict:
     }
     if outcome.result is None:
         return block
-    counters, warnings = measured_counters(outcome.result, cell.k)
+    counters, warnings = measured_counters(outcome.result, cell.k, v.work.lookup is not None)
     block |= {"speed": speed.speed(outcome.result, v.work.batch), "counters": counters}
     if v.work.synthetic and cell.k:
         block["asked_marginal_survival"] = request.engine["speculative_config"]["synthetic_acceptance_rates"]
@@ -122,7 +124,7 @@ def _cell_block(v: "Validation", cell: Cell) -> dict:
 def _study_mu(v: "Validation", cell: Cell) -> dict | None:
     """mu(K) with its interval on the study's own texts, where the study has that arm, K and drafting."""
     arm = v.found.study["arms"].get(f"{cell.fmt.name}+{cell.draft_fmt(v.work.version).name}")
-    if arm is None or cell.drafting != v.found.config.draft_sampling:
+    if arm is None or cell.drafting != v.found.drafting:
         return None
     return arm["mu_accepted"].get(str(cell.k))
 
@@ -195,7 +197,12 @@ def _warnings(v: "Validation") -> list[str]:
     config = v.found.config
     if config.verify == "strict":
         out.append("the study verifies strictly; vLLM does not, and neither does the replay here")
-    if not v.work.synthetic and not draft_kv_is_free(v.work.version):
+    if v.work.lookup and parse_version(v.work.version) >= V2_LOOKS_UP_SINCE:
+        out.append(
+            "n-gram lookup ran on the V1 runner, which takes the earliest occurrence as specq does; on a GPU this vLLM's default"
+            " is the V2 runner, which takes the latest"
+        )
+    if not v.work.synthetic and not v.work.lookup and not draft_kv_is_free(v.work.version):
         out.append(f"vLLM {v.work.version} cannot set the draft's KV format: it is the target's in every cell")
     if not v.work.synthetic and config.calibrate:
         out.append("the study calibrated static scales; vLLM uses the checkpoint's or 1.0, and so does the replay here")

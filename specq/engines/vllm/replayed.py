@@ -10,6 +10,7 @@ from specq.config import StudyConfig
 from specq.engines.vllm.plan import Cell
 from specq.engines.vllm.protocol import CellRequest, CellResult, RequestLog
 from specq.inputs import Models, load_models
+from specq.ngram import NgramLookup
 from specq.progress import Reporter
 from specq.prompts import Prompt, Text
 from specq.replay import Arm, Setting, score_texts
@@ -35,7 +36,8 @@ class Replayer:
     def terms(
         self, folder: Path, cell: Cell, request: CellRequest, result: CellResult
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(a, b) of every position of `counted(result)`, each [sum of positions]; from the cell's file when it is there."""
+        """(a, b) of every position of `counted(result)`, each [sum of positions], with a second axis of K for n-gram lookup;
+        from the cell's file when it is there."""
         logs = counted(result)
         key = f"{request.digest} {self.version} {[log.tokens for log in logs]}"
         digest = hashlib.sha256(key.encode()).hexdigest()
@@ -54,7 +56,8 @@ class Replayer:
     def _score(self, cell: Cell, request: CellRequest, logs: Sequence[RequestLog]) -> tuple[np.ndarray, np.ndarray]:
         if self._models is None:
             _, self._models = load_models(self.config, self.reporter)
-        models, rule = self._models, Rule(cell.drafting)
+        models = self._models
+        rule = Rule("greedy" if isinstance(models.draft, NgramLookup) else cell.drafting)
         draft_fmt = cell.draft_fmt(self.version)
         arm = Arm.of(cell.fmt, draft_fmt)
         texts = [
@@ -66,9 +69,9 @@ class Replayer:
         ]  # fmt: skip
         setting = Setting(
             self.transform, self.transform.without_truncation(), rule, models.vocabulary, self.config.seed,
-            round_query=lambda fmt: fmt.rounds_query,
+            round_query=lambda fmt: fmt.rounds_query, depth=cell.k,
         )  # fmt: skip
-        total = 2 * sum(len(t.prompt.tokens) + t.positions for t in texts)
+        total = len(models.by_role) * sum(len(t.prompt.tokens) + t.positions for t in texts)
         with self.reporter.task(f"replaying {cell.name}", total) as done:
             scored = score_texts(models.target, models.draft, texts, [arm], setting, done)
         tokens = np.concatenate([np.array(t.response[1:]) for t in texts])

@@ -68,13 +68,11 @@ def workload(found: Finished, version: str, num_prompts: int | None, **options: 
         raise SpecqError(
             "vLLM has no self-speculation, a target that drafts with a KV format of its own: nothing to run"
         )
-    if pair.draft.source == pairs.NGRAM:
-        raise SpecqError("`specq validate` runs draft models; studies of n-gram lookup it cannot check yet")
-    if facts.target_vocab != facts.draft_vocab:
+    if found.lookup is None and facts.target_vocab != facts.draft_vocab:
         raise SpecqError(
             f"vLLM refuses draft_model pairs of unequal vocabulary size ({facts.target_vocab} and {facts.draft_vocab})"
         )
-    limits = [s.max_positions for s in found.shapes if s.max_positions]
+    limits = [s.max_positions for s in found.shapes if s and s.max_positions]
     return Workload(
         models=pairs.locate(pair),
         prompts=[list(t.prompt.tokens) for t in texts],
@@ -83,6 +81,7 @@ def workload(found: Finished, version: str, num_prompts: int | None, **options: 
         output_tokens=found.config.output_tokens,
         version=version,
         positions=min(limits) if limits else None,
+        lookup=found.lookup,
         **options,
     )
 
