@@ -49,8 +49,8 @@ def sizes_of_the_loss(m: Studies) -> Claim:
     why += {
         CONFIRMED: "The published sizes fit everywhere.",
         REFUTED: "Losses of this size were not seen in any setting.",
-        DEPENDS: f"Reached by: {where}. It hangs on how large mu is: a draft that is nearly the target has most to lose, while an"
-        " ordinary draft's own errors hide the target's. Outlier channels of keys make the loss larger too.",
+        DEPENDS: f"Reached by: {where}. It hangs on how large mu is: a draft that is nearly the target has most to lose, while"
+        " an ordinary draft's own errors hide the target's. Outlier channels of keys make the loss larger too.",
     }[said]
     table = Table(
         "Shift of mu (accepted per cycle) at K = 5, 95 % interval, paired by document:",

@@ -199,7 +199,7 @@ def _warnings(v: "Validation") -> list[str]:
         out.append("the study verifies strictly; vLLM does not, and neither does the replay here")
     if v.work.lookup and parse_version(v.work.version) >= V2_LOOKS_UP_SINCE:
         out.append(
-            "n-gram lookup ran on the V1 runner, which takes the earliest occurrence as specq does; on a GPU this vLLM's default"
+            "n-gram lookup ran on the V1 runner, which takes the earliest occurrence as specq does; this vLLM's default on a GPU"
             " is the V2 runner, which takes the latest"
         )
     if not v.work.synthetic and not v.work.lookup and not draft_kv_is_free(v.work.version):
