@@ -22,7 +22,13 @@ from specq.report.schema import (
     VllmBlock,
 )
 from specq.verdicts import find_verdicts
-from specq.vllm_options import DRAFT_KV_CACHE_DTYPE_SINCE, parse_version, vllm_block
+from specq.vllm_options import (
+    DRAFT_KV_CACHE_DTYPE_SINCE,
+    LATEST_LOOKED_UP_BY_V2,
+    OLDEST,
+    parse_version,
+    vllm_block,
+)
 
 EXTRAPOLATION = 1.5  # a context this many times the longest scored one is worth a word
 
@@ -77,6 +83,8 @@ def _vllm(
             f"vLLM {config.vllm_version} cannot set the draft's KV format: its draft inherits {fmt.vllm}, which is"
             " mu_shift_inherited_draft here"
         )
+    if facts.lookup and parse_version(config.vllm_version) > OLDEST:
+        warnings.append(LATEST_LOOKED_UP_BY_V2)
     k = max(entry[2] for entry in plan)
     block = vllm_block(
         version=config.vllm_version,

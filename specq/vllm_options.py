@@ -17,7 +17,10 @@ OLDEST = (0, 24)
 # On a CPU these expand the temperature into a copy (vllm/utils/cpu_triton_utils.py: _expand_kernel_impl) and verify with what
 # was in memory: above temperature 0 almost nothing is accepted, and the text is not the target's. Seen with 0.32.0.
 CPU_VERIFIES_WRONGLY = ((0, 32),)
-V2_LOOKS_UP_SINCE = (0, 32)  # n-gram lookup on the V2 runner, which takes the latest occurrence (0.24 does not have it there)
+LATEST_LOOKED_UP_BY_V2 = (
+    "specq's n-gram lookup is that of vLLM's V1 runner, which takes the earliest occurrence; the V2 runner, 0.32's default on a"
+    " GPU, takes the latest: VLLM_USE_V2_MODEL_RUNNER=0 chooses the one that is predicted here"
+)  # 0.24's V2 runner has no n-gram lookup
 PROBED = ((0, 24), (0, 32))  # versions whose rejection sampler `specq.engines.vllm.probe` knows
 
 

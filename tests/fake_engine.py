@@ -65,7 +65,10 @@ class Engine:
         self.synthetic = spec.get("synthetic_acceptance_rates") if spec else None
         if request.engine.get("load_format") != "dummy":
             load = lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()  # noqa: E731
-            self.target, self.draft = load(request.engine["model"]), load(spec["model"]) if spec and not self.window else None
+            self.target, self.draft = (
+                load(request.engine["model"]),
+                load(spec["model"]) if spec and not self.window else None,
+            )
         self.generator = torch.Generator().manual_seed(request.engine["seed"])
         self.waiting, self.slots, self.active = [], request.engine["max_num_seqs"], []
         self.counts = [0, 0, 0, [0] * self.k]

@@ -183,6 +183,7 @@ def test_a_study_with_ngram_lookup(tmp_path):
     if rec["vllm"]["speculative_config"]:
         assert rec["vllm"]["speculative_config"]["method"] == "ngram"
         assert rec["vllm"]["speculative_config"]["prompt_lookup_max"] == 3
+    assert any("VLLM_USE_V2_MODEL_RUNNER=0" in w for w in rec["warnings"])
     assert rec["mu_shift"] == rec["mu_shift_inherited_draft"]
     rows = files.read_parquet(tmp_path / "s" / "positions.parquet")
     base = rows["arm"] == "bf16+bf16"

@@ -50,7 +50,9 @@ def parse_cell(text: str, drafting: str) -> Cell:
     if not found:
         raise SpecqError(f"--cell {text!r}: write FORMAT:K[:greedy|probabilistic][@BACKEND], like fp8:4@TRITON_ATTN")
     if drafting == NGRAM and found["drafting"]:
-        raise SpecqError(f"--cell {text!r}: the study's draft is n-gram lookup, which is neither greedy nor probabilistic")
+        raise SpecqError(
+            f"--cell {text!r}: the study's draft is n-gram lookup, which is neither greedy nor probabilistic"
+        )
     backend = found["backend"].upper() if found["backend"] else None
     return Cell(served(found["format"]), int(found["k"]), found["drafting"] or drafting, backend)
 

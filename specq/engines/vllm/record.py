@@ -10,7 +10,7 @@ from specq.engines.vllm.protocol import CellResult
 from specq.engines.vllm.runner import Outcome
 from specq.errors import SpecqError
 from specq.finished import Finished
-from specq.vllm_options import CPU_VERIFIES_WRONGLY, V2_LOOKS_UP_SINCE, draft_kv_is_free, parse_version
+from specq.vllm_options import CPU_VERIFIES_WRONGLY, LATEST_LOOKED_UP_BY_V2, OLDEST, draft_kv_is_free, parse_version
 
 if TYPE_CHECKING:
     from specq.engines.vllm.validate import Validation
@@ -37,7 +37,11 @@ def measured_counters(result: CellResult, k: int, lookup: bool) -> tuple[dict | 
         "mean_emitted": 1 + c.accepted / c.drafts,
         "marginal_survival": [n / c.drafts for n in c.per_position],
         "note": "whole cycles, the ones that EOS or the length limit cut included; no interval: see `agreement`"
-        + (f"; only the {c.drafts} of {cycles} cycles in which lookup found something, `agreement` has all" if lookup else ""),
+        + (
+            f"; only the {c.drafts} of {cycles} cycles in which lookup found something, `agreement` has all"
+            if lookup
+            else ""
+        ),
     }
     return block, warnings
 
@@ -197,11 +201,8 @@ def _warnings(v: "Validation") -> list[str]:
     config = v.found.config
     if config.verify == "strict":
         out.append("the study verifies strictly; vLLM does not, and neither does the replay here")
-    if v.work.lookup and parse_version(v.work.version) >= V2_LOOKS_UP_SINCE:
-        out.append(
-            "n-gram lookup ran on the V1 runner, which takes the earliest occurrence as specq does; this vLLM's default on a GPU"
-            " is the V2 runner, which takes the latest"
-        )
+    if v.work.lookup and parse_version(v.work.version) > OLDEST:
+        out.append(LATEST_LOOKED_UP_BY_V2 + ", and so did this sweep")
     if not v.work.synthetic and not v.work.lookup and not draft_kv_is_free(v.work.version):
         out.append(f"vLLM {v.work.version} cannot set the draft's KV format: it is the target's in every cell")
     if not v.work.synthetic and config.calibrate:
