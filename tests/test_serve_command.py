@@ -193,6 +193,29 @@ def test_secrets_are_not_kept():
     assert "secret" not in study_options(docker, options, [])[0]["vllm_command"]
 
 
+def test_lines_of_a_script_stay_commands_of_their_own():
+    """A newline ends a command, but not within quotes or behind a backslash; a line of options belongs to the one before."""
+    script = f"""#!/bin/bash
+set -e
+export CUDA_VISIBLE_DEVICES=0,1
+
+{PLAIN} -tp 2 \\
+  --kv-cache-dtype fp8
+  --speculative-config '{{"model": "org/draft",
+    "num_speculative_tokens": 3}}'
+echo gone
+"""
+    command = read(script)
+    assert command.taken["current_k"] == 3 and command.taken["tensor_parallel"] == 2 and command.dtype == "fp8_e4m3"
+    assert command.notes == []
+    now, then = changed(script, block(fmt="int8_per_token_head"))
+    assert now.startswith(f"set -e ; export CUDA_VISIBLE_DEVICES=0,1 ; {PLAIN} -tp 2 --kv-cache-dtype fp8")
+    assert then.startswith(
+        f"set -e ; export CUDA_VISIBLE_DEVICES=0,1 ; {PLAIN} -tp 2 --kv-cache-dtype int8_per_token_head"
+    )
+    assert now.endswith("; echo gone") and then.endswith("; echo gone") and read(then).taken["current_k"] == 2
+
+
 def test_a_file_may_hold_the_command(tmp_path):
     path = tmp_path / "serve.sh"
     path.write_text("#!/bin/sh\n" + SPELLINGS[2])
