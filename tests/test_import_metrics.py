@@ -346,6 +346,16 @@ def test_command_prints_and_writes_strict_json(tmp_path):
     assert found["choice"]["largest_measured"] == 3
 
 
+def test_a_model_is_chosen_where_there_are_models(tmp_path):
+    """--model names a series of Prometheus text; other files have none, and silence would let one believe it was obeyed."""
+    result = {"spec_decode_num_drafts": 87, "spec_decode_draft_tokens": 259, "spec_decode_accepted_tokens": 167}
+    (tmp_path / "bench.json").write_text(json.dumps(result))
+    with pytest.raises(SpecqError, match="--model chooses"):
+        read([tmp_path / "bench.json"], "m")
+    found = summarise(read([tmp_path / "bench.json"]))
+    assert found["num_speculative_tokens_measured"] == 3 and not any("marginal" in n for n in found["notes"])
+
+
 LINES = st.one_of(
     st.text(max_size=60),
     st.builds("vllm:spec_decode_{}{} {}".format, st.sampled_from(NAMES),
