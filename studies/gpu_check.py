@@ -184,9 +184,9 @@ def scoring(made: dict) -> str:
         "",
         f"## Scoring throughput, {made['pair']} with random weights",
         "",
-        f"{made['gpu']}, torch {made['torch']}, `specq bench scoring`: {made['tokens']:,} tokens in {made['texts']} texts, half of each"
-        f" its prompt; bf16 matrix product {made['matrix_tflops']:.0f} TFLOP/s in the same run. Operations are those of the models'",
-        "products and of causal attention, of target and draft; the share of target passes alone is beside it.",
+        f"{made['gpu']}, torch {made['torch']}, `specq bench scoring`: {made['tokens']:,} tokens in {made['texts']} texts, half",
+        f"of each its prompt; bf16 matrix product {made['matrix_tflops']:.0f} TFLOP/s in the same run. Operations are those of",
+        "matrix products and causal attention of target and draft; the share of target passes alone is beside it.",
         "",
         "| arms | seconds | tokens/s | share of the matrix rate | target passes alone | peak memory |",
         "| --- | --- | --- | --- | --- | --- |",
