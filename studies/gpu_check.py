@@ -1,7 +1,7 @@
 """Pairs end to end on a GPU through the kernels, beside the CPU reference on the same texts.
 
     python studies/gpu_check.py --out DIR             measure (a CUDA GPU): DIR/gpu.json
-    python studies/gpu_check.py --page DIR            DIR/README.md from DIR/gpu.json
+    python studies/gpu_check.py --page DIR            DIR/README.md from DIR/gpu.json and, where it is, DIR/scoring.json
 
 Texts are sampled once, on the CPU, and scored there and on the GPU, computing in float32 (what is left is the order of sums,
 fp16 products of 8-bit codes, and codes that rounding tips over) and in the checkpoint's bf16 (as a study on a GPU does).
@@ -178,6 +178,28 @@ def page(made: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def scoring(made: dict) -> str:
+    """What `specq bench scoring` found, for the page."""
+    lines = [
+        "",
+        f"## Scoring throughput, {made['pair']} with random weights",
+        "",
+        f"{made['gpu']}, torch {made['torch']}, `specq bench scoring`: {made['tokens']:,} tokens in {made['texts']} texts,",
+        f"half of each its prompt; bf16 matrix product {made['matrix_tflops']:.0f} TFLOP/s in the same run. Operations are",
+        "those of matrix products and causal attention of target and draft; the share of target passes alone is beside it.",
+        "",
+        "| arms | seconds | tokens/s | share of the matrix rate | target passes alone | peak memory |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for run in made["runs"]:
+        passes = ", ".join(f"{100 * x:.0f} %" for x in run["share_of_target_passes"].values())
+        lines.append(
+            f"| {', '.join(run['arms'])} | {run['seconds']:.2f} | {run['tokens_per_second']:,.0f} |"
+            f" {100 * run['share_of_matrix_rate']:.0f} % | {passes} | {run['peak_gb']:.1f} GB |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -187,7 +209,10 @@ def main() -> None:
     parser.add_argument("--page", type=Path)
     args = parser.parse_args()
     if args.page:
-        (args.page / "README.md").write_text(page(json.loads((args.page / "gpu.json").read_text())))
+        text = page(json.loads((args.page / "gpu.json").read_text()))
+        if (args.page / "scoring.json").is_file():
+            text += scoring(json.loads((args.page / "scoring.json").read_text()))
+        (args.page / "README.md").write_text(text)
         return
     made = {"command": "python studies/gpu_check.py", "tolerance": TOLERANCE, "pairs": {}}
     if (args.out / "gpu.json").is_file():  # pairs of an earlier run stay
