@@ -96,8 +96,8 @@ class Share:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around what all ranks do at the same time. One that ends early leaves the others in the middle, deaf to the next word:
-        what ends them then is that this process does."""
+        """Around what all ranks do at the same time. One that ends early leaves the others in the middle, deaf to the next
+        word: what ends them then is that this process does."""
         try:
             yield
         except BaseException:

@@ -205,10 +205,11 @@ class _Batch:
         return log
 
     def close(self) -> None:
-        """Measure the caches; stop if NaN or infinite values went into the target's."""
+        """Measure the caches; stop if NaN or infinite values went into one: not every format can show them."""
         self.made.kv_bytes = {"target": self.cache.bytes_per_token, "draft": self.drafter.bytes_per_token}
-        if self.cache.nonfinite():
-            raise SpecqError(f"arm {self.made.arm.name}: the target produced NaN or infinite K or V")
+        for role, count in (("target", self.cache.nonfinite()), ("draft", self.drafter.nonfinite())):
+            if count:
+                raise SpecqError(f"arm {self.made.arm.name}: the {role} produced NaN or infinite K or V")
 
     def _verify_pass(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """log p [B, q, V] of one target pass; NaN at a position that counts stops the rollout."""

@@ -384,6 +384,16 @@ def test_s09_nan_names_arm_prompt_cycle_and_position(pair):
             del model.forward
 
 
+def test_infinite_values_of_the_draft_stop_the_rollout(pair, monkeypatch):
+    """FP8 saturates and per-channel INT8 stores zeros for NaN: the logits cannot show it, the count does."""
+    target, draft = pair
+    project = draft.model.model.layers[0].self_attn.v_proj
+    plain = project.forward
+    monkeypatch.setattr(project, "forward", lambda x: plain(x).index_fill_(-1, torch.tensor(0), torch.inf))
+    with pytest.raises(SpecqError, match=r"arm bf16\+fp8_e4m3: the draft produced NaN or infinite K or V"):
+        roll_out(target, draft, prompts_of(2), Arm.of(BF16, FP8), setting(), k=2, max_tokens=4)
+
+
 def test_bytes_are_measured_and_fp8_takes_half(pair):
     """The caches that decoded are measured: FP8 takes half of BF16's bytes, self-speculation pays for its second cache."""
     target, draft = pair
