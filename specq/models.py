@@ -120,8 +120,10 @@ def _steady_positions(text: Any) -> int:  # noqa: ANN401
     is: what is cached would depend on the chunks a text came in, in rollouts on what was rolled back. A server fixes one
     set by its max_model_len; up to the original length that is the set of every text.
     """
-    for rope in (getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")):
-        if isinstance(rope, dict) and "longrope" in (rope.get("rope_type"), rope.get("type")):
+    given = [r for name in ("rope_parameters", "rope_scaling") if isinstance(r := getattr(text, name, None), dict)]
+    by_kind = [r for one in given for r in one.values() if isinstance(r, dict)]  # of layers
+    for rope in given + by_kind:
+        if "longrope" in (rope.get("rope_type"), rope.get("type")):
             original = rope.get("original_max_position_embeddings")
             original = original or getattr(text, "original_max_position_embeddings", None)
             return original if isinstance(original, int) and original > 0 else 1 << 30

@@ -13,7 +13,8 @@ from specq.agreement import LEVEL, _hotelling, compare, joint
 from specq.errors import SpecqError
 from specq.kv import FORMATS, get_format
 from specq.kv.calibration import measure_range
-from specq.models import Vocabulary, load
+from specq.kv.paged import Backend
+from specq.models import LoadedModel, Vocabulary, load
 from specq.ngram import NgramLookup
 from specq.prompts import Prompt
 from specq.replay import Arm, Setting, score_texts
@@ -392,6 +393,17 @@ def test_infinite_values_of_the_draft_stop_the_rollout(pair, monkeypatch):
     monkeypatch.setattr(project, "forward", lambda x: plain(x).index_fill_(-1, torch.tensor(0), torch.inf))
     with pytest.raises(SpecqError, match=r"arm bf16\+fp8_e4m3: the draft produced NaN or infinite K or V"):
         roll_out(target, draft, prompts_of(2), Arm.of(BF16, FP8), setting(), k=2, max_tokens=4)
+
+
+def test_seconds_wait_for_the_gpus_of_both_models(pair, monkeypatch):
+    """A draft on a GPU of its own is waited for as the target's GPUs are."""
+    gpus = {id(pair[0]): ["cuda:0", "cuda:2"], id(pair[1]): ["cuda:1"]}
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(str(device)))
+    monkeypatch.setattr(LoadedModel, "devices", property(lambda self: [torch.device(d) for d in gpus[id(self)]]))
+    monkeypatch.setattr(LoadedModel, "backend", Backend("torch", ""))
+    roll_out(*pair, prompts_of(2), Arm.of(BF16, BF16), setting(), k=2, max_tokens=4)
+    assert waited[:3] == ["cuda:0", "cuda:2", "cuda:1"]
 
 
 def test_bytes_are_measured_and_fp8_takes_half(pair):
