@@ -52,6 +52,10 @@ class Drafter(Protocol):
         """Measured bytes of its KV cache per token."""
         ...
 
+    def nonfinite(self) -> int:
+        """NaN or infinite elements that went into its KV cache."""
+        ...
+
 
 class ModelDrafter:
     """Drafts from a model over its own KV cache, one token per pass.
@@ -113,6 +117,10 @@ class ModelDrafter:
         """Measured bytes of its KV cache per token."""
         return self.cache.bytes_per_token
 
+    def nonfinite(self) -> int:
+        """NaN or infinite elements that went into its KV cache."""
+        return self.cache.nonfinite()
+
 
 class NgramDrafter:
     """Prompt lookup: proposes what followed an earlier occurrence of the last tokens. It has no model and no cache."""
@@ -130,6 +138,10 @@ class NgramDrafter:
             found = index.propose(limit)
             tokens[i, : len(found)] = torch.tensor(found, dtype=torch.long)
         return Proposal(tokens, None)
+
+    def nonfinite(self) -> int:
+        """None: it has no cache."""
+        return 0
 
     def settle(self, committed: torch.Tensor) -> None:
         """Only committed tokens were ever indexed."""

@@ -2,7 +2,8 @@
 
 Texts are sampled BLOCK prompts at a time and scored SIZE texts per piece; both come back from the pieces on disk, so a
 study that was interrupted reads the same as one that was not. When memory runs out, fewer prompts are sampled together,
-or fewer arms scored together; the latter changes no number, the former at most a tie in the last bit of the noise.
+or fewer arms scored together; the latter changes no number, the former at most a tie in the last bit of the noise. On a GPU
+fewer texts are scored side by side where one arm beside the baseline is still too much, which changes numbers in rounding.
 """
 
 import base64
@@ -24,9 +25,11 @@ from specq.memory import Fits
 from specq.models import Geometry, LoadedModel
 from specq.progress import Reporter
 from specq.prompts import Prompt, Text
-from specq.replay import Arm, ArmScores, Pass, ReplayResult, Setting, score_texts
+from specq.replay import Arm, ArmScores, Pass, ReplayResult, Room, Setting, score_texts
 from specq.shards import BLOCK, SIZE, Columns, Piece, Run, Shards
 from specq.texts import sample_texts
+
+LEAST = 1 << 10  # tokens of texts scored side by side, below which fewer would save little
 
 
 @dataclass
@@ -124,21 +127,26 @@ def score(work: Work, stage: str, texts: list[Text], arms: Sequence[Arm], what: 
     arms = list({a.name: a for a in arms}.values())
     passes = _passes(arms, models)
     fits = Fits(max(1, len(arms) - 1), "arms scored together with the baseline", work.reporter)
+    room = Room.on(models.target.device)
+    side = Fits(room.tokens, "tokens of texts scored side by side", work.reporter, LEAST)
     tokens = {t.prompt.id: len(passes) * (len(t.prompt.tokens) + t.positions) for t in texts}
     with work.reporter.task(f"scoring {what}", sum(tokens.values())) as done:
 
         def scored(group: Sequence[Prompt]) -> Piece:
             mine = [by_prompt[p.id] for p in group]
 
-            def together(count: int) -> ReplayResult:
+            def within(room: Room) -> ReplayResult:
+                return fits.run(lambda count: together(count, room))
+
+            def together(count: int, room: Room) -> ReplayResult:
                 others = [arms[i : i + count] for i in range(1, len(arms), count)] or [[]]
                 parts = [
-                    score_texts(models.target, models.draft, mine, [arms[0], *some], work.setting, done)
+                    score_texts(models.target, models.draft, mine, [arms[0], *some], work.setting, done, room)
                     for some in others
                 ]
                 return _joined(parts)
 
-            replay = fits.run(together)
+            replay = side.run(lambda size: within(room.narrowed(size))) if room.tokens else within(room)
             facts = {
                 "saturated": [replay.saturated[p] for p in passes],
                 "seconds": [replay.seconds[p] for p in passes],
@@ -149,7 +157,7 @@ def score(work: Work, stage: str, texts: list[Text], arms: Sequence[Arm], what: 
         paths = work.shards.complete(
             f"scores-{stage}", work.prompts, SIZE, scored, lambda group: done(sum(tokens[p.id] for p in group))
         )
-    work.notes += fits.notes
+    work.notes += fits.notes + side.notes
     saturated = {p: [0] * models.by_role[p.role].geometry.layers for p in passes}
     seconds, ranges = dict.fromkeys(passes, 0.0), {}
     for found in map(shards.facts, paths):

@@ -68,6 +68,7 @@ class Share:
     known: dict[int, Any] = field(default_factory=dict)  # on ranks above 0: what rank 0 knows by these numbers
     gone: list[int] = field(default_factory=list)  # on rank 0: what it has dropped since its last word
     last: int = 0
+    broken: bool = False  # a pass ended here that the others may still be in: they hear no more words
 
     def __post_init__(self) -> None:
         # apart from the collectives of the models, so that a word of rank 0 never meets half a pass
@@ -92,6 +93,16 @@ class Share:
         """Rank 0: let the others drop what they know by `number` once `thing` is gone here."""
         if not self.rank:
             weakref.finalize(thing, self.gone.append, number).atexit = False
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all ranks do at the same time. One that ends early leaves the others in the middle, deaf to the next
+        word: what ends them then is that this process does."""
+        try:
+            yield
+        except BaseException:
+            self.broken = True
+            raise
 
     def serve(self) -> int:
         """Ranks above 0: do what rank 0 says until it stops; its exit code."""
@@ -118,6 +129,8 @@ class Share:
 
     def stop(self, code: Any) -> None:  # noqa: ANN401
         """Rank 0: let the others end."""
+        if self.broken:
+            return
         try:
             self.tell("stop", code if isinstance(code, int) else int(bool(code)))
         except SpecqError:
@@ -126,11 +139,13 @@ class Share:
     def agreed(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401
         """The result of `work`, done on every rank; SpecqError on all of them when it fails on one."""
         try:
-            result, failure = work(), None
+            with self.together():
+                result, failure = work(), None
         except SpecqError as error:
-            result, failure = None, error
+            result, failure, self.broken = None, error, False
         said: list[str | None] = [None] * self.size
-        dist.all_gather_object(said, None if failure is None else str(failure), group=self.control)
+        with self.together():
+            dist.all_gather_object(said, None if failure is None else str(failure), group=self.control)
         if failure is not None:
             raise failure
         if other := next((s for s in said if s is not None), None):
@@ -178,7 +193,8 @@ class Share:
         """
         self.tell("forward", model.number, cache.number, cache.lengths, arguments)
         try:
-            yield
+            with self.together():
+                yield
         except (MemoryError, RuntimeError) as error:
             raise SpecqError(
                 f"a pass over {self.size} processes failed: {first_line(error)}; where memory ran out, give more processes or"
@@ -236,10 +252,12 @@ class SharedCache(QuantizedCache):
         """See QuantizedCache."""
         self.share.tell("range", self.number, self.lengths)
         found: list[Any] = [None] * self.share.size
-        dist.all_gather_object(found, [x.cpu() for x in parts], group=self.share.control)
+        with self.share.together():
+            dist.all_gather_object(found, [x.cpu() for x in parts], group=self.share.control)
         return [torch.cat(heads, dim=1) for heads in zip(*found, strict=True)]
 
     def _summed(self, counts: list[int]) -> list[int]:
         total = torch.tensor(counts)
-        dist.all_reduce(total, group=self.share.control)
+        with self.share.together():
+            dist.all_reduce(total, group=self.share.control)
         return total.tolist()

@@ -44,6 +44,11 @@ class Room:
             return cls(tokens=0, prefill=512, logits=1 << 23, positions=512, copied=1 << 23)
         return cls(tokens=1 << 15, prefill=1 << 12, logits=1 << 29, positions=1 << 12, copied=1 << 26)
 
+    def narrowed(self, tokens: int) -> "Room":
+        """For at most `tokens` tokens of texts together, and all else in proportion."""
+        by = max(1, self.tokens // tokens)
+        return Room(tokens, self.prefill // by, self.logits // by, self.positions // by, self.copied // by)
+
     def chunk(self, width: int, rows: int) -> int:
         """Positions per row scored at once for `rows` rows of logits of `width` ids: a power of two, at least 16."""
         fit = max(16, min(self.positions, self.logits // (width * rows)))
@@ -166,12 +171,13 @@ def score_texts(
     arms: Sequence[Arm],
     setting: Setting,
     progress: Callable[[float], None] = lambda done: None,
+    room: Room | None = None,
 ) -> ReplayResult:
     """Score every text under every arm; the first arm is the baseline that `kl` and `top1_agrees` refer to.
 
     A draft that looks its proposals up takes no pass and adds DEPTH_COLUMNS. `progress` is called with tokens done, over all
-    passes. Raises SpecqError naming arm, prompt and position when logits are NaN, and naming the pass when a model asked to
-    store NaN or infinite K or V.
+    passes; `room` is by default what the target's device has. Raises SpecqError naming arm, prompt and position when logits
+    are NaN, and naming the pass when a model asked to store NaN or infinite K or V.
     """
     lookup = isinstance(draft, NgramLookup)
     passes = list(dict.fromkeys(p for arm in arms for p in ((arm.target,) if lookup else (arm.target, arm.draft))))
@@ -187,7 +193,7 @@ def score_texts(
         dict.fromkeys(passes, 0.0),
         {},
     )
-    room = Room.on(target.device)
+    room = room or Room.on(target.device)
     for group in batches(texts, room.tokens):
         places = [int(ends[i]) - texts[i].positions for i in group]
         _score_together(target, draft, [texts[i] for i in group], places, arms, passes, setting, room, made, progress)
@@ -214,7 +220,7 @@ def _score_together(
         if proposals is not None:
             found = proposals_along(draft, t.tokens, start + 1, setting.depth)
             proposals[i, : t.positions] = torch.from_numpy(found)
-    clock, caches = _Clock(made.seconds, target.device), {}
+    clock, caches = _Clock(made.seconds), {}
     for p in passes:
         model, scales = models[p.role], setting.scales.get((p.role, p.format.name))
         caches[p] = model.new_cache(
@@ -222,7 +228,7 @@ def _score_together(
         )
         prompts = [t.tokens[: start + 1] for t, start in zip(texts, starts, strict=True)]
         model.prefill(prompts, caches[p], max(1, room.prefill // (STANDARD.prefill * rows)) * p.order.prefill, progress)
-        clock.lap(p)
+        clock.lap(p, model.devices)
     chunk = room.chunk(max(voc.target_logits, voc.draft_logits), rows)
     for at in range(0, longest, chunk):
         end = min(at + chunk, longest)
@@ -230,7 +236,7 @@ def _score_together(
         logits: dict[Pass, torch.Tensor] = {}
         for p in passes:
             logits[p] = _score_chunk(models[p.role], ids[:, at:end], counts, caches[p], p.order).flatten(0, 1)
-            clock.lap(p)
+            clock.lap(p, models[p.role].devices)
             progress(float(counts.sum()))
         here = Positions(
             ids[:, at + 1 : end + 1].flatten(),
@@ -252,7 +258,7 @@ def _score_together(
                 values = columns[column].cpu().unflatten(0, (rows, -1)).numpy()
                 for i, (place, count) in enumerate(zip(places, counts.tolist(), strict=True)):
                     whole[place + at : place + at + count] = values[i, :count]
-        clock.skip()
+        clock.skip(target.devices)
     for p, cache in caches.items():
         if cache.nonfinite():
             raise SpecqError(f"the {p.role} produced NaN or infinite K or V for {_named(texts)}")
@@ -267,19 +273,20 @@ def _named(texts: Sequence[Text]) -> str:
 
 
 class _Clock:
-    """Charges the time since the last lap to a pass."""
+    """Charges the time since the last lap to a pass; a lap ends when all GPUs of its model are done."""
 
-    def __init__(self, seconds: dict[Pass, float], device: torch.device) -> None:
-        self.seconds, self.device, self.last = seconds, device, time.perf_counter()
+    def __init__(self, seconds: dict[Pass, float]) -> None:
+        self.seconds, self.last = seconds, time.perf_counter()
 
-    def skip(self) -> None:
+    def skip(self, devices: Sequence[torch.device]) -> None:
         """Begin a lap."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         self.last = time.perf_counter()
 
-    def lap(self, p: Pass) -> None:
+    def lap(self, p: Pass, devices: Sequence[torch.device]) -> None:
         """End a lap, which was the pass's."""
         began = self.last
-        self.skip()
+        self.skip(devices)
         self.seconds[p] += self.last - began

@@ -12,7 +12,7 @@ length limit is cut from the text and counted apart (`accepted_engine`), as a se
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -144,7 +144,8 @@ class _Batch:
         """Prefill both caches and sample the first new token, which belongs to no cycle."""
         self.target, self.rows, self.made, self.setting = target, rows, made, setting
         self.max_tokens, self.progress = max_tokens, progress
-        self.clock = _Clock(made.seconds, target.device.type == "cuda")
+        devices = target.devices + ([] if isinstance(draft, NgramLookup) else draft.devices)
+        self.clock = _Clock(made.seconds, dict.fromkeys(d for d in devices if d.type == "cuda"))
         self.capacity = max(len(r.ids) for r in rows) + max_tokens + made.k
         fmt, ids = made.arm.target.format, [r.ids for r in rows]
         scales = setting.scales.get(("target", fmt.name))
@@ -205,10 +206,11 @@ class _Batch:
         return log
 
     def close(self) -> None:
-        """Measure the caches; stop if NaN or infinite values went into the target's."""
+        """Measure the caches; stop if NaN or infinite values went into one: not every format can show them."""
         self.made.kv_bytes = {"target": self.cache.bytes_per_token, "draft": self.drafter.bytes_per_token}
-        if self.cache.nonfinite():
-            raise SpecqError(f"arm {self.made.arm.name}: the target produced NaN or infinite K or V")
+        for role, count in (("target", self.cache.nonfinite()), ("draft", self.drafter.nonfinite())):
+            if count:
+                raise SpecqError(f"arm {self.made.arm.name}: the {role} produced NaN or infinite K or V")
 
     def _verify_pass(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """log p [B, q, V] of one target pass; NaN at a position that counts stops the rollout."""
@@ -229,14 +231,14 @@ class _Batch:
 
 
 class _Clock:
-    """Charges the time since the last lap to a kind of pass."""
+    """Charges the time since the last lap to a kind of pass; a lap ends when all GPUs of the models are done."""
 
-    def __init__(self, seconds: dict[str, float], cuda: bool) -> None:
-        self.seconds, self.cuda, self.last = seconds, cuda, time.perf_counter()
+    def __init__(self, seconds: dict[str, float], gpus: Iterable[torch.device]) -> None:
+        self.seconds, self.gpus, self.last = seconds, gpus, time.perf_counter()
 
     def lap(self, name: str) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
+        for gpu in self.gpus:
+            torch.cuda.synchronize(gpu)
         now = time.perf_counter()
         self.seconds[name] += now - self.last
         self.last = now

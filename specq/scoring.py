@@ -103,12 +103,15 @@ def _by_torch(
 def _by_kernels(
     logits: Mapping["Pass", torch.Tensor], arms: Sequence["Arm"], positions: Positions, setting: "Setting"
 ) -> tuple[dict[str, Columns], dict["Pass", torch.Tensor]]:
-    """One call of the acceptance kernel per draft pass, all of its target passes and the baseline's together."""
+    """One call of the acceptance kernel per draft pass, all of its target passes and the baseline's together.
+
+    Calls for other numbers of passes may round otherwise, so what a target pass alone decides is taken from the first.
+    """
     from specq_kernels import acceptance, draw
 
     size, rule = setting.vocabulary.size, setting.rule
     hot, draft_hot = (0.0 if t.greedy else t.temperature for t in (setting.transform, setting.draft_transform))
-    base, columns, bad = arms[0].target, {}, {}
+    base, columns, bad, alone = arms[0].target, {}, {}, {}
     for made in dict.fromkeys(a.draft for a in arms):
         mine = [a for a in arms if a.draft == made]
         targets = list(dict.fromkeys([base, *(a.target for a in mine)]))
@@ -119,11 +122,12 @@ def _by_kernels(
         ratio = found.alpha_greedy if greedy else found.ratio
         if rule.verify == "strict" and not greedy:
             ratio = acceptance(stacked, logits[made], drafted, hot, None, size, draft_hot).logp.exp()
+        for i, p in enumerate(targets):
+            alone.setdefault(p, {n: getattr(found, n)[i] for n in ("logp", "kl", "top1_agrees", "entropy")})
         for arm in mine:
             i = targets.index(arm.target)
             columns[arm.name] = vars(
                 PositionScores(
-                    logp=found.logp[i],
                     logq=found.logq[i],
                     alpha=found.alpha[i],
                     alpha_greedy=found.alpha_greedy[i],
@@ -131,12 +135,11 @@ def _by_kernels(
                     draft_top1=found.draft_top1[i].long(),
                     draft_token=found.draft_top1[i].long() if greedy else drafted,
                     ratio=ratio[i],
-                    kl=found.kl[i],
-                    top1_agrees=found.top1_agrees[i],
-                    entropy=found.entropy[i],
+                    **alone[arm.target],
                 )
             )
         # NaN reaches the entropies; one-hot distributions have none that could show it
-        bad |= {p: found.entropy[i].isnan() if hot else logits[p].isnan().any(-1) for i, p in enumerate(targets)}
-        bad[made] = found.draft_entropy[0].isnan() if hot else logits[made].isnan().any(-1)
+        nan = lambda p: logits[p][:, :size].isnan().any(-1)  # noqa: E731
+        bad |= {p: found.entropy[i].isnan() if hot else nan(p) for i, p in enumerate(targets)}
+        bad[made] = found.draft_entropy[0].isnan() if hot else nan(made)
     return columns, bad

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from specq.kv import FORMATS, get_format
 from specq.kv.attention import LazyMask, attend_in_pieces, attention
+from specq.kv.base import E4M3
 from specq.kv.cache import LayerScales, QuantizedCache
 from specq.models import load
 
@@ -198,6 +199,16 @@ def test_query_rounding_is_e4m3(small_pair):
     assert cache.layers[0].round_query(q).flatten().tolist() == pytest.approx([1.0, 16.0, -0.3125, 448.0])
     cache.rows.round_query = False
     assert cache.layers[0].round_query(q) is q
+
+
+def test_a_bf16_query_is_rounded_once():
+    """With a query scale the codes are those of the exact quotient: a quotient rounded to bfloat16 first would reach a tie."""
+    scale = torch.full((1, 1, 1, 1), 0.0213)
+    cache = QuantizedCache(get_format("fp8"), [LayerScales(q=scale)], 1, 4, round_query=True)
+    q = torch.randn(1, 1, 512, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = E4M3.encode(q.double() / scale.double()).double() * scale.double()
+    assert torch.equal(cache.layers[0].round_query(q), exact.float().bfloat16())
+    assert not torch.equal(E4M3.encode(q / scale.bfloat16()).float() * scale, exact.float())
 
 
 def test_a_cache_is_freed_with_its_last_reference(small_pair):

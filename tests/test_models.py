@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from conftest import VOCAB, edit_json, save_model
+from conftest import FLOAT32, VOCAB, edit_json, save_model
 from safetensors.torch import load_file, save_file
 
 from specq.errors import SpecqError
 from specq.kv import get_format
-from specq.models import check_pair, geometry_of, load
+from specq.models import check_pair, geometry_of, load, load_random
 from specq.prompts import Prompt, Text
 from specq.replay import Arm, Setting, score_texts
 from specq.rules import Rule, Transform
@@ -143,6 +143,48 @@ def test_geometry_reads_head_dim_and_refuses_latent_attention():
     latent.kv_lora_rank = 512
     with pytest.raises(SpecqError, match="MLA"):
         geometry_of(latent)
+
+
+def test_attention_out_of_reach_and_unequal_layers_are_refused():
+    """Models that do not call transformers' attention interface, whose layers share K and V, or differ in head_dim: one
+    sentence before any weight is read, no exception of a library in the middle of a pass."""
+    from transformers import BloomConfig, FalconConfig, Gemma3nTextConfig, Gemma4TextConfig, MptConfig
+
+    shape = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=4)
+    for kind in (BloomConfig, FalconConfig, MptConfig):
+        with pytest.raises(SpecqError, match="models do not go through transformers' attention interface"):
+            geometry_of(kind(**shape))
+    with pytest.raises(SpecqError, match="whose layers share K and V are not supported .2 layers"):
+        geometry_of(Gemma3nTextConfig(**shape, num_kv_shared_layers=2))
+    with pytest.raises(SpecqError, match="layers of unequal sizes are not supported"):
+        geometry_of(Gemma4TextConfig(**shape, head_dim=8, global_head_dim=16))
+
+
+def test_longrope_ends_where_its_frequencies_would_change():
+    """Phi-3: beyond the original length transformers rotates by other frequencies, but for what is cached already. Up to there
+    chunks and rollbacks give a single pass's logits; a pass beyond it is refused."""
+    from copy import deepcopy
+
+    from transformers import AutoModelForCausalLM, Phi3Config
+
+    rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    shape = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    config = Phi3Config(
+        vocab_size=VOCAB, **shape, max_position_embeddings=64, original_max_position_embeddings=16, rope_scaling=rope,
+        pad_token_id=0,
+    )  # fmt: skip
+    assert geometry_of(config).max_positions == 16
+    model = load_random("phi3", config)
+    whole = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="sdpa").eval()
+    whole.load_state_dict(model.model.state_dict())
+    ids = torch.randint(3, VOCAB, (1, 16), generator=torch.Generator().manual_seed(0))
+    cache = model.new_cache(FLOAT32, 1, 20)
+    got = torch.cat([model.forward(piece, cache) for piece in ids.split(5, dim=1)], dim=1)
+    assert torch.allclose(got, whole(input_ids=ids, use_cache=False).logits, atol=1e-5)
+    with pytest.raises(ValueError, match="16 positions"):
+        model.forward(ids[:, :1], cache)
 
 
 def test_what_cannot_be_loaded_is_refused_in_one_sentence(tmp_path):

@@ -234,6 +234,27 @@ def test_a_rank_that_fails_ends_all(tmp_path):
     assert codes == [2, 2] and found == "rank 1 has no such file" and not errors[1]
 
 
+@forked
+def test_rank_0_failing_in_a_pass_ends_all(tmp_path):
+    """Memory that runs out on rank 0 alone, in the middle of a pass: the others wait for it there, hear no word, and end with
+    it: exit code 2, nobody waits."""
+    path = save_model(tmp_path / "m")
+
+    def program():
+        model = loaded(path)
+        cache = model.new_cache(FLOAT32, 1, 8)
+        model.forward(torch.tensor([[3, 4]]), cache)
+
+        def full(*args, **more):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        model.model.model.layers[1].self_attn.forward = full  # rank 1 has its own
+        model.forward(torch.tensor([[3, 4]]), cache)
+
+    found, codes, _ = split(program)
+    assert codes == [2, 2] and "a pass over 2 processes failed: CUDA out of memory" in found
+
+
 def _only_rank_0(source, share):
     if share.rank:
         raise SpecqError("rank 1 has no such file")

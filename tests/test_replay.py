@@ -8,11 +8,12 @@ import torch
 from conftest import FLOAT32, VOCAB, save_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specq import analysis
+from specq import analysis, replay
 from specq.errors import SpecqError
 from specq.kv import get_format
 from specq.kv.cache import LayerScales
-from specq.models import Vocabulary, load
+from specq.kv.paged import Backend
+from specq.models import LoadedModel, Vocabulary, load
 from specq.ngram import NgramLookup
 from specq.prompts import Prompt, Text
 from specq.replay import ALTERNATIVE, Arm, Room, Setting, batches, score_texts
@@ -280,3 +281,26 @@ def test_texts_scored_together_have_the_numbers_of_texts_scored_alone(small_pair
     for role, found in alone.ranges.items():
         for a, b in zip(found.k + found.v, together.ranges[role].k + together.ranges[role].v, strict=True):
             assert torch.allclose(a, b, rtol=1e-4)
+
+
+def test_a_pass_is_timed_until_all_gpus_of_its_model_are_done(small_pair, monkeypatch):
+    """Target and draft on GPUs of their own, the target over two: every lap waits for those of its pass."""
+    target, draft = small_pair
+    gpus = {id(target): [torch.device("cuda:0"), torch.device("cuda:2")], id(draft): [torch.device("cuda:1")]}
+    waited, laps, texts = [], [], texts_of(target, 2, 4)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(LoadedModel, "devices", property(lambda self: gpus.get(id(self), [self.model.device])))
+    monkeypatch.setattr(LoadedModel, "backend", Backend("torch", ""))
+    lap = replay._Clock.lap
+
+    def seen(self, p, devices):
+        waited.clear()
+        lap(self, p, devices)
+        laps.append((p.role, list(waited)))
+
+    monkeypatch.setattr(replay._Clock, "lap", seen)
+    score_texts(target, draft, texts, [BASE], setting())
+    assert {(role, tuple(map(str, devices))) for role, devices in laps} == {
+        ("target", ("cuda:0", "cuda:2")),
+        ("draft", ("cuda:1",)),
+    }

@@ -13,7 +13,8 @@ from specq.agreement import LEVEL, _hotelling, compare, joint
 from specq.errors import SpecqError
 from specq.kv import FORMATS, get_format
 from specq.kv.calibration import measure_range
-from specq.models import Vocabulary, load
+from specq.kv.paged import Backend
+from specq.models import LoadedModel, Vocabulary, load
 from specq.ngram import NgramLookup
 from specq.prompts import Prompt
 from specq.replay import Arm, Setting, score_texts
@@ -382,6 +383,27 @@ def test_s09_nan_names_arm_prompt_cycle_and_position(pair):
                 roll_out(target, draft, prompts_of(3), Arm.of(FP8, BF16), setting(), k=4, max_tokens=30)
         finally:
             del model.forward
+
+
+def test_infinite_values_of_the_draft_stop_the_rollout(pair, monkeypatch):
+    """FP8 saturates and per-channel INT8 stores zeros for NaN: the logits cannot show it, the count does."""
+    target, draft = pair
+    project = draft.model.model.layers[0].self_attn.v_proj
+    plain = project.forward
+    monkeypatch.setattr(project, "forward", lambda x: plain(x).index_fill_(-1, torch.tensor(0), torch.inf))
+    with pytest.raises(SpecqError, match=r"arm bf16\+fp8_e4m3: the draft produced NaN or infinite K or V"):
+        roll_out(target, draft, prompts_of(2), Arm.of(BF16, FP8), setting(), k=2, max_tokens=4)
+
+
+def test_seconds_wait_for_the_gpus_of_both_models(pair, monkeypatch):
+    """A draft on a GPU of its own is waited for as the target's GPUs are."""
+    gpus = {id(pair[0]): ["cuda:0", "cuda:2"], id(pair[1]): ["cuda:1"]}
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(str(device)))
+    monkeypatch.setattr(LoadedModel, "devices", property(lambda self: [torch.device(d) for d in gpus[id(self)]]))
+    monkeypatch.setattr(LoadedModel, "backend", Backend("torch", ""))
+    roll_out(*pair, prompts_of(2), Arm.of(BF16, BF16), setting(), k=2, max_tokens=4)
+    assert waited[:3] == ["cuda:0", "cuda:2", "cuda:1"]
 
 
 def test_bytes_are_measured_and_fp8_takes_half(pair):

@@ -73,6 +73,47 @@ def test_nan_is_blamed_on_its_own_pass(way, heat):
     assert {(p, int(i)) for p, b in bad.items() for i in b.nonzero()} == {(guilty[0], 2), (guilty[1], 3)}
 
 
+@pytest.mark.parametrize("heat", [1.0, 0.0])
+@pytest.mark.parametrize("way", [scoring._by_torch, scoring._by_kernels])
+def test_nan_at_an_id_that_does_not_count_is_nobodys(way, heat):
+    """Padded logits are never read, whatever a model leaves there."""
+    logits, positions = logits_of(6, (64, 64)), positions_of(6, 50)
+    setting = Setting(Transform(heat), Transform(heat), Rule(), Vocabulary(50, 50, 64, 64), 0)
+    clean, _ = way(logits, ARMS, positions, setting)
+    for x in logits.values():
+        x[:, 50:] = float("nan")
+    dirty, bad = way(logits, ARMS, positions, setting)
+    assert not any(b.any() for b in bad.values())
+    for arm, columns in clean.items():
+        for name, column in columns.items():
+            assert torch.equal(dirty[arm][name], column), (arm, name)
+
+
+def test_q15_p_is_the_same_bits_whatever_the_draft(monkeypatch):
+    """Q-15 through the kernels: calls for other numbers of arms may round otherwise; p of a target and q of a draft come from
+    one call each."""
+    import specq_kernels
+
+    kernel, calls = specq_kernels.acceptance, []
+
+    def rounding(*args, **more):
+        found = kernel(*args, **more)
+        calls.append(1)
+        for name in ("logp", "logq", "kl", "entropy"):
+            getattr(found, name).add_(1e-3 * len(calls))
+        return found
+
+    monkeypatch.setattr(specq_kernels, "acceptance", rounding)
+    setting = Setting(Transform(1.0), Transform(1.0), Rule(), Vocabulary(50, 50, 50, 50), 0)
+    got, _ = scoring._by_kernels(logits_of(6, (50, 50)), ARMS, positions_of(6, 50), setting)
+    assert len(calls) == 2
+    for a, b in itertools.combinations(ARMS, 2):
+        for name in ("logp", "kl", "entropy", "top1_agrees") if a.target == b.target else ():
+            assert torch.equal(got[a.name][name], got[b.name][name]), (a.name, b.name, name)
+        if a.draft == b.draft:
+            assert torch.equal(got[a.name]["logq"], got[b.name]["logq"])
+
+
 def test_slices_change_nothing():
     """Torch scores any number of positions at once alike, truncation included."""
     setting = Setting(Transform(0.8, 20, 0.9), Transform(0.8), Rule(), Vocabulary(50, 50, 50, 50), 0)

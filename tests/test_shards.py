@@ -1,5 +1,6 @@
 """Interruptions: whatever ends a run, finished pieces stay valid, and continuing gives the very bytes of one left alone."""
 
+import io
 import json
 import os
 import resource
@@ -22,6 +23,7 @@ from specq.config import StudyConfig
 from specq.errors import Interrupted, SpecqError
 from specq.memory import Fits, is_out_of_memory
 from specq.progress import Reporter
+from specq.replay import Room
 from specq.shards import Piece, Run, workspace
 
 QUIET = Reporter(quiet=True)
@@ -213,8 +215,52 @@ def test_out_of_memory_halves_what_is_done_at_once_and_says_so(pair, alone, tmp_
     assert not (tmp_path / "none.partial").exists()
 
 
+def test_out_of_memory_on_a_gpu_takes_fewer_texts_side_by_side(pair, alone, tmp_path, monkeypatch):
+    """Where one arm beside the baseline is still too much, texts and everything done at once are halved as well, and that is
+    said; with the least of them, a sentence."""
+    score, rooms = measure.score_texts, []
+    whole = Room(tokens=1 << 13, prefill=1 << 12, logits=1 << 20, positions=1 << 10, copied=1 << 20)
+    monkeypatch.setattr(Room, "on", classmethod(lambda cls, device: whole))
+
+    def short(fits):
+        def scored(target, draft, texts, some, setting, done, room):
+            rooms.append((len(some), room.tokens))
+            if room.tokens * len(some) > 2 * fits:
+                raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+            return score(target, draft, texts, some, setting, done, room)
+
+        monkeypatch.setattr(measure, "score_texts", scored)
+
+    short(fits=1 << 11)
+    run(pair, tmp_path / "out")
+    tokens = [8192] * 3 + [4096, 2048]
+    assert rooms[:6] == [*zip([5, 3, 2, 2, 2], tokens, strict=True), (2, 2048)]
+    warnings = json.loads((tmp_path / "out" / "study.json").read_text())["warnings"]
+    assert any("tokens of texts scored side by side are taken 2048 at a time" in w for w in warnings)
+    mine, theirs = (
+        pq.read_table(io.BytesIO(files["positions.parquet"])).to_pydict() for files in (data(tmp_path / "out"), alone)
+    )
+    assert mine["arm"] == theirs["arm"] and mine["token"] == theirs["token"]
+    assert np.abs(np.subtract(mine["alpha"], theirs["alpha"])).mean() < 1e-4
+    short(fits=512)
+    with pytest.raises(SpecqError, match="out of memory with 1,024 of the tokens of texts scored side by side"):
+        run(pair, tmp_path / "none")
+
+
+def test_a_narrower_room_is_narrower_in_everything():
+    """The first is the room itself; the numbers of logits and of float32 copies follow the tokens."""
+    gpu = Room(1 << 15, 1 << 12, 1 << 29, 1 << 12, 1 << 26)
+    assert gpu.narrowed(1 << 15) == gpu
+    assert gpu.narrowed(1 << 13) == Room(1 << 13, 1 << 10, 1 << 27, 1 << 10, 1 << 24)
+
+
 def test_real_out_of_memory_is_recognised():
     """What PyTorch and Python raise when memory runs out; another RuntimeError is none of it."""
+    for said in (
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ):
+        assert is_out_of_memory(RuntimeError(said))
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 52)
     assert is_out_of_memory(caught.value) and is_out_of_memory(MemoryError())

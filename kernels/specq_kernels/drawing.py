@@ -38,8 +38,9 @@ def _draw_kernel(logits, stride, uniforms, out, size, width, factor, BLOCKS: tl.
     weights = tl.where(highs == float("-inf"), 0.0, sums * share)
     cdf = tl.cumsum(weights, 0)
     target = tl.load(uniforms + n) * tl.max(cdf, 0)
-    # a uniform that rounds to 1 falls into the last block that has any probability
-    block = tl.min(tl.where(cdf > target, i, FAR), 0)
+    # A parallel sum need not rise: a block without probability is never taken. A uniform that rounds to 1 falls into the last
+    # block that has any.
+    block = tl.min(tl.where((cdf > target) & (weights > 0.0), i, FAR), 0)
     block = tl.minimum(block, tl.max(tl.where(weights > 0.0, i, 0), 0))
     before = tl.sum(tl.where(i == block - 1, cdf, 0.0), 0)
     high = tl.max(tl.where(i == block, highs, float("-inf")), 0)

@@ -147,8 +147,8 @@ class QuantizedLayer(CacheLayerMixin):
         """The query as the attention kernel sees it: rounded to e4m3 with q_scale where the cache is set to do so."""
         if not self.rows.round_query:
             return query
-        scale = self.scales.q.to(query.dtype)
-        return E4M3.decode(E4M3.encode(query / scale), query.dtype) * scale
+        codes = E4M3.encode(query.float() / self.scales.q)
+        return (E4M3.decode(codes, torch.float32) * self.scales.q).to(query.dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(number of K/V slots the mask covers, offset of the first)."""
