@@ -142,12 +142,12 @@ def _plot_context(results: dict, path: Path) -> None:
         size = {"figsize": (7.8, 5.4), "sharex": True, "squeeze": False, "layout": "constrained"}
         figure, axes = plt.subplots(2, len(results["series"]), **size)
         shown = {}
+        contexts = sorted({p["context"] for series in results["series"] for p in series["points"]})  # the axes are shared
         for column, series in zip(axes.T, results["series"], strict=True):
             column[0].set_title(series["name"])
             for ax, key in zip(column, ("mu_shift", "kl"), strict=True):
                 for i, fmt in enumerate(series["points"][0]["formats"]):
                     shown[fmt] = _against_context(ax, series["points"], fmt, key, 1.05**i)
-            contexts = [p["context"] for p in series["points"]]
             column[0].axhline(0, color="#8A8A8A", lw=0.8)
             column[1].set_yscale("log")
             column[1].yaxis.set_major_formatter(lambda y, _: f"{y:g}")
