@@ -166,6 +166,9 @@ def memory(shapes: dict, gpus: int) -> list[dict]:
 
 def measure(pair: str, out: Path) -> None:
     """See the module; every rank runs this, the first writes."""
+    from specq_kernels import verify_cuda
+    from specq_kernels.attention import verify_backend
+
     rank, gpus = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     torch.cuda.set_device(rank)
     if gpus > 1:
@@ -178,6 +181,8 @@ def measure(pair: str, out: Path) -> None:
         sizes = memory(shapes, gpus)
         for role, copies in (("target", 2), ("draft", 4)):
             share = Share(shapes[role], gpus, copies)
+            if verify_backend(torch.device("cuda", rank), share.dim) == "cuda":  # all compiled at once, not one by one
+                verify_cuda.build(verify_cuda.configs(FORMATS, share.dim, share.heads // share.kv_heads, NEW, PAGE))
             for fmt in FORMATS if role == "target" else ("bf16",):
                 for context in CONTEXTS:
                     for batch in BATCHES:

@@ -142,7 +142,9 @@ def _plot_context(results: dict, path: Path) -> None:
         size = {"figsize": (7.8, 5.4), "sharex": True, "squeeze": False, "layout": "constrained"}
         figure, axes = plt.subplots(2, len(results["series"]), **size)
         shown = {}
-        contexts = sorted({p["context"] for series in results["series"] for p in series["points"]})  # the axes are shared
+        contexts = sorted(
+            {p["context"] for series in results["series"] for p in series["points"]}
+        )  # the axes are shared
         for column, series in zip(axes.T, results["series"], strict=True):
             column[0].set_title(series["name"])
             for ax, key in zip(column, ("mu_shift", "kl"), strict=True):
