@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from specq import __version__
+from specq import options as opt
 from specq.errors import Interrupted, SpecqError, printable
 
 app = typer.Typer(
@@ -46,41 +47,35 @@ def _numbers(text: str | None, option: str) -> tuple[int, ...] | None:
 
 @app.command()
 def study(
-    pair: Annotated[str, typer.Option(help="Registered pair; `specq pairs` lists them.")] = "tiny",
+    pair: opt.Pair = "tiny",
     dtype: Annotated[list[str] | None, typer.Option(help="KV format to compare with BF16; repeat for more.")] = None,
-    target: Annotated[str | None, typer.Option(help="Target model: directory or hub id.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft: directory, hub id, self, or ngram.")] = None,
-    ngram: Annotated[str | None, typer.Option(help="Shortest and longest n-gram looked up; 2,5.")] = None,
-    random_weights: Annotated[
-        bool | None, typer.Option("--random-weights", help="Configurations alone, for memory and step times.")
-    ] = None,
-    prompts: Annotated[
-        str | None, typer.Option(help="Prompt file: .jsonl, .json, .txt, .parquet (.gz, .xz, .zst).")
-    ] = None,
-    undecodable: Annotated[
-        str | None, typer.Option(help="Lines that are not UTF-8: refuse (the file) or skip.")
-    ] = None,
-    chat: Annotated[str | None, typer.Option(help="Chat records: template, or raw (turns joined as text).")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Prompts to use.")] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt in tokens.")] = None,
-    output_tokens: Annotated[int | None, typer.Option(help="Longest continuation in tokens.")] = None,
+    target: opt.Target = None,
+    draft: opt.Draft = None,
+    ngram: opt.Ngram = None,
+    random_weights: opt.RandomWeights = None,
+    prompts: opt.Prompts = None,
+    undecodable: opt.Undecodable = None,
+    chat: opt.Chat = None,
+    num_prompts: opt.NumPrompts = None,
+    prompt_tokens: opt.PromptTokens = None,
+    output_tokens: opt.OutputTokens = None,
     text: Annotated[str | None, typer.Option(help="Text to score: same, own, both or given.")] = None,
     k_max: Annotated[int | None, typer.Option(help="Largest num_speculative_tokens considered.")] = None,
     current_k: Annotated[int | None, typer.Option(help="num_speculative_tokens in use now.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Default: the target's generation_config, then 1.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="0 = off.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="1 = off.")] = None,
-    draft_sampling: Annotated[str | None, typer.Option(help="probabilistic, or greedy (vLLM's default).")] = None,
-    verify: Annotated[str | None, typer.Option(help="standard or strict.")] = None,
-    draft_transform: Annotated[str | None, typer.Option(help="same, or temperature (as vLLM: no top-k/top-p).")] = None,
-    query_dtype: Annotated[str | None, typer.Option(help="auto (as vLLM), bf16 or fp8.")] = None,
-    calibrate: Annotated[str | None, typer.Option(help="Prompt file to take static scales from.")] = None,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+    draft_sampling: opt.DraftSampling = None,
+    verify: opt.Verify = None,
+    draft_transform: opt.DraftTransform = None,
+    query_dtype: opt.QueryDtype = None,
+    calibrate: opt.Calibrate = None,
     cost: Annotated[str | None, typer.Option(help="roofline:[Nx]GPU[@TIMINGS], measured, or a timings file.")] = None,
     batch: Annotated[str | None, typer.Option(help="Batch sizes; the first is the one decided for.")] = None,
     context: Annotated[str | None, typer.Option(help="Context lengths; the first is the one decided for.")] = None,
     objective: Annotated[str | None, typer.Option(help="latency (default) or throughput.")] = None,
     max_ms_per_token: Annotated[float | None, typer.Option(help="Limit of the mean time per token, ms.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, or auto: all visible GPUs.")] = None,
+    device: opt.Device = None,
     vllm_version: Annotated[str | None, typer.Option(help="vLLM version to write arguments for.")] = None,
     vllm_command: Annotated[
         str | None,
@@ -88,14 +83,14 @@ def study(
             help="Command line of a server in use (or a file with it) to start from; options here override it."
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
+    seed: opt.Seed = None,
     out: Annotated[Path | None, typer.Option(help="Output directory; default runs/<pair>-<dtype>...")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a study of another configuration.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted study.")] = False,
     part: Annotated[
         str | None, typer.Option(help="Measure one share of a study, as 2/8; `specq merge` joins them.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, for logs.")] = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Measure what KV formats do to acceptance and speed, and which K to use with them."""
     from specq.command import study_command
@@ -288,44 +283,38 @@ def import_metrics(
 
 @app.command()
 def rollout(
-    pair: Annotated[str, typer.Option(help="Registered pair; `specq pairs` lists them.")] = "tiny",
+    pair: opt.Pair = "tiny",
     dtype: Annotated[list[str] | None, typer.Option(help="KV format of the target's cache; repeat for more.")] = None,
     draft_dtype: Annotated[str | None, typer.Option(help="KV format of the draft's cache (bf16), or same.")] = None,
     k: Annotated[int | None, typer.Option(help="Drafted tokens per cycle.")] = None,
-    target: Annotated[str | None, typer.Option(help="Target model: directory or hub id.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft: directory, hub id, self, or ngram.")] = None,
-    ngram: Annotated[str | None, typer.Option(help="Shortest and longest n-gram looked up; 2,5.")] = None,
-    random_weights: Annotated[
-        bool | None, typer.Option("--random-weights", help="Configurations alone, for memory and step times.")
-    ] = None,
-    prompts: Annotated[
-        str | None, typer.Option(help="Prompt file: .jsonl, .json, .txt, .parquet (.gz, .xz, .zst).")
-    ] = None,
-    undecodable: Annotated[
-        str | None, typer.Option(help="Lines that are not UTF-8: refuse (the file) or skip.")
-    ] = None,
-    chat: Annotated[str | None, typer.Option(help="Chat records: template, or raw (turns joined as text).")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Prompts to use.")] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt in tokens.")] = None,
-    output_tokens: Annotated[int | None, typer.Option(help="Longest continuation in tokens.")] = None,
+    target: opt.Target = None,
+    draft: opt.Draft = None,
+    ngram: opt.Ngram = None,
+    random_weights: opt.RandomWeights = None,
+    prompts: opt.Prompts = None,
+    undecodable: opt.Undecodable = None,
+    chat: opt.Chat = None,
+    num_prompts: opt.NumPrompts = None,
+    prompt_tokens: opt.PromptTokens = None,
+    output_tokens: opt.OutputTokens = None,
     rows: Annotated[int | None, typer.Option(help="Prompts decoded together.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Default: the target's generation_config, then 1.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="0 = off.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="1 = off.")] = None,
-    draft_sampling: Annotated[str | None, typer.Option(help="probabilistic, or greedy (vLLM's default).")] = None,
-    verify: Annotated[str | None, typer.Option(help="standard or strict.")] = None,
-    draft_transform: Annotated[str | None, typer.Option(help="same, or temperature (as vLLM: no top-k/top-p).")] = None,
-    query_dtype: Annotated[str | None, typer.Option(help="auto (as vLLM), bf16 or fp8.")] = None,
-    calibrate: Annotated[str | None, typer.Option(help="Prompt file to take static scales from.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, or auto: all visible GPUs.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+    draft_sampling: opt.DraftSampling = None,
+    verify: opt.Verify = None,
+    draft_transform: opt.DraftTransform = None,
+    query_dtype: opt.QueryDtype = None,
+    calibrate: opt.Calibrate = None,
+    device: opt.Device = None,
+    seed: opt.Seed = None,
     replay: Annotated[bool | None, typer.Option(help="Check against the replay of the emitted text.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Output directory; default runs/rollout-<pair>-<dtype>-k<K>.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a rollout of another configuration.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted rollout.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, for logs.")] = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Decode speculatively for real, over quantized caches, and log every drafted token."""
     from specq.rollout_command import rollout_command
@@ -340,7 +329,9 @@ def rollout(
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="help, chain, study, tune, precision[:SEED], rollout, agreement, memory[:TOKENS[:tiny]]."),
+        typer.Argument(
+            help="help, chain, study, tune, precision[:SEED], rollout, agreement, scoring, memory[:TOKENS[:tiny]]."
+        ),
     ] = None,
 ) -> None:
     """Benchmark specq itself on this machine; one JSON line each."""

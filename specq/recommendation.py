@@ -72,6 +72,8 @@ def _vllm(
             f"vLLM refuses draft_model pairs of unequal vocabulary size ({facts.target_vocab} and {facts.draft_vocab})"
         )
         return None
+    if fmt.vllm_caution:
+        warnings.append(fmt.vllm_caution)
     if config.verify == "strict":
         warnings.append("vLLM verifies with min(1, p/q), not strictly: these figures are not a prediction for it")
     if facts.lookup is None and config.draft_transform == "same" and facts.transform.truncates:

@@ -6,7 +6,6 @@ at a time, so a text's numbers do not depend on what else is in the study; on a 
 many as `Room` says, and a text's numbers depend, in rounding, on which of the texts given here share its batch.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from specq.acceptance import PositionScores
+from specq.clock import Clock
 from specq.errors import SpecqError
 from specq.kv import KVFormat
 from specq.kv.cache import LayerScales, QuantizedCache
@@ -220,7 +220,7 @@ def _score_together(
         if proposals is not None:
             found = proposals_along(draft, t.tokens, start + 1, setting.depth)
             proposals[i, : t.positions] = torch.from_numpy(found)
-    clock, caches = _Clock(made.seconds), {}
+    clock, caches = Clock(made.seconds), {}
     for p in passes:
         model, scales = models[p.role], setting.scales.get((p.role, p.format.name))
         caches[p] = model.new_cache(
@@ -270,23 +270,3 @@ def _score_together(
 def _named(texts: Sequence[Text]) -> str:
     names = [t.prompt.id for t in texts]
     return f"prompt {names[0]}" if len(names) == 1 else f"one of the prompts {', '.join(names)}"
-
-
-class _Clock:
-    """Charges the time since the last lap to a pass; a lap ends when all GPUs of its model are done."""
-
-    def __init__(self, seconds: dict[Pass, float]) -> None:
-        self.seconds, self.last = seconds, time.perf_counter()
-
-    def skip(self, devices: Sequence[torch.device]) -> None:
-        """Begin a lap."""
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        self.last = time.perf_counter()
-
-    def lap(self, p: Pass, devices: Sequence[torch.device]) -> None:
-        """End a lap, which was the pass's."""
-        began = self.last
-        self.skip(devices)
-        self.seconds[p] += self.last - began

@@ -11,14 +11,14 @@ length limit is cut from the text and counted apart (`accepted_engine`), as a se
     specq rollout --pair tiny --dtype fp8 --k 4
 """
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from specq.acceptance import Rule, verify_cycle
+from specq.clock import Clock
 from specq.drafts import Drafter, ModelDrafter, NanDraft, NgramDrafter, Proposal
 from specq.errors import SpecqError
 from specq.models import LoadedModel
@@ -145,7 +145,7 @@ class _Batch:
         self.target, self.rows, self.made, self.setting = target, rows, made, setting
         self.max_tokens, self.progress = max_tokens, progress
         devices = target.devices + ([] if isinstance(draft, NgramLookup) else draft.devices)
-        self.clock = _Clock(made.seconds, dict.fromkeys(d for d in devices if d.type == "cuda"))
+        self.clock, self.devices = Clock(made.seconds), list(dict.fromkeys(devices))
         self.capacity = max(len(r.ids) for r in rows) + max_tokens + made.k
         fmt, ids = made.arm.target.format, [r.ids for r in rows]
         scales = setting.scales.get(("target", fmt.name))
@@ -163,7 +163,7 @@ class _Batch:
         for r, token in zip(rows, first, strict=True):
             r.ids.append(token)
             r.ended = token in target.eos_ids
-        self.clock.lap("prefill")
+        self.clock.lap("prefill", self.devices)
         progress(len(rows))
         self._drop_finished()
 
@@ -181,7 +181,7 @@ class _Batch:
             proposal = self.drafter.propose([r.ids for r in rows], limits, drawn)
         except NanDraft as nan:
             raise _nan_error("draft", self.made, rows[nan.row], nan.depth) from nan
-        self.clock.lap("draft")
+        self.clock.lap("draft", self.devices)
         counts = 1 + (proposal.tokens >= 0).sum(1)
         block = torch.cat([torch.tensor([r.ids[-1:] for r in rows]), proposal.tokens.clamp(min=0)], dim=1)
         logp = self._verify_pass(block[:, : int(counts.max())], counts)
@@ -200,7 +200,7 @@ class _Batch:
         committed = torch.tensor([len(r.ids) for r in rows])
         self.cache.rollback(torch.minimum(self.cache.lengths, committed - 1))
         self.drafter.settle(committed)
-        self.clock.lap("verify")
+        self.clock.lap("verify", self.devices)
         self.progress(float((committed - lengths).sum()))
         self._drop_finished()
         return log
@@ -228,20 +228,6 @@ class _Batch:
             self.cache.select(torch.tensor(keep))
             self.drafter.select(torch.tensor(keep))
         self.rows = [self.rows[i] for i in keep]
-
-
-class _Clock:
-    """Charges the time since the last lap to a kind of pass; a lap ends when all GPUs of the models are done."""
-
-    def __init__(self, seconds: dict[str, float], gpus: Iterable[torch.device]) -> None:
-        self.seconds, self.gpus, self.last = seconds, gpus, time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        for gpu in self.gpus:
-            torch.cuda.synchronize(gpu)
-        now = time.perf_counter()
-        self.seconds[name] += now - self.last
-        self.last = now
 
 
 def _nan_error(role: str, made: Rollout, row: _Row, at: int) -> SpecqError:

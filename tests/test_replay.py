@@ -8,7 +8,8 @@ import torch
 from conftest import FLOAT32, VOCAB, save_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specq import analysis, replay
+from specq import analysis
+from specq.clock import Clock
 from specq.errors import SpecqError
 from specq.kv import get_format
 from specq.kv.cache import LayerScales
@@ -291,14 +292,14 @@ def test_a_pass_is_timed_until_all_gpus_of_its_model_are_done(small_pair, monkey
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(LoadedModel, "devices", property(lambda self: gpus.get(id(self), [self.model.device])))
     monkeypatch.setattr(LoadedModel, "backend", Backend("torch", ""))
-    lap = replay._Clock.lap
+    lap = Clock.lap
 
     def seen(self, p, devices):
         waited.clear()
         lap(self, p, devices)
         laps.append((p.role, list(waited)))
 
-    monkeypatch.setattr(replay._Clock, "lap", seen)
+    monkeypatch.setattr(Clock, "lap", seen)
     score_texts(target, draft, texts, [BASE], setting())
     assert {(role, tuple(map(str, devices))) for role, devices in laps} == {
         ("target", ("cuda:0", "cuda:2")),

@@ -195,6 +195,8 @@ def test_own_models_and_prompts(tmp_path, word_prompts):
     study, folder = small_study(tmp_path, pair, ("int8", "fp8_e5m2"), prompts=str(word_prompts))
     rec = study.recommendations["int8_per_token_head"]
     assert rec.pair == "t+d" and rec.prompts == 6 and math.isfinite(rec.mu_shift.value)
+    warned = {name: any("assert e4m3" in w for w in r.warnings) for name, r in study.recommendations.items()}
+    assert warned == {"int8_per_token_head": False, "fp8_e5m2": True}  # what vLLM would do with it is said
     assert strict_json(folder / "study.json")["prompts"]["kept"] == 6
 
 

@@ -4,12 +4,12 @@ from specq.kv.base import E5M2, KVFormat
 
 
 class FP8E5M2(KVFormat):
-    """8-bit float with 2 mantissa bits, largest value 57344 times the scale.
+    """8-bit float with 2 mantissa bits, largest value 57344 times the scale."""
 
-    vLLM chooses its backend: on CUDA FlashInfer reads e5m2, while TRITON_ATTN lists it and then fails, since it quantizes the
-    query and asserts e4m3 there (model_executor/layers/attention/attention.py, 0.24 and 0.32).
-    """
-
-    name, vllm = "fp8_e5m2", "fp8_e5m2"
+    name, vllm, vllm_backend = "fp8_e5m2", "fp8_e5m2", "TRITON_ATTN"
+    vllm_caution = (
+        "vLLM's sources (0.24, 0.32) quantize the query for fp8_e5m2 on TRITON_ATTN on CUDA and then assert e4m3: expect the"
+        " server to refuse its first step, and take fp8_e4m3, or a backend that reads e5m2; not tried here"
+    )
     summary = "e5m2, static scale per tensor (1.0 without a checkpoint's or a calibration's)"
     codec, k_granularity, v_granularity = E5M2, "tensor", "tensor"
