@@ -240,6 +240,42 @@ def test_cells_at_once_each_have_gpus_of_their_own(tmp_path):
     assert {p.name for p in tmp_path.glob("gpus-*")} == {"gpus-0,1", "gpus-2,3"}
 
 
+TURNS = """
+import pathlib, sys, time
+asked = pathlib.Path(sys.argv[1])
+asked.with_suffix(".ready").touch()
+assert sys.stdin.readline() == "go\\n"
+journal = asked.parent / "journal"
+with journal.open("a") as f:
+    f.write("in ")
+while len(list(asked.parent.glob("*.ready"))) < 2:
+    time.sleep(0.01)
+with journal.open("a") as f:
+    f.write("out ")
+sys.exit("ValueError: done")
+"""
+
+
+def test_the_next_cell_gets_ready_while_one_is_timed(tmp_path):
+    """The first cell waits until the second's process is there, which has no turn before the first one's end."""
+    requests = [build(Cell(get_format(f), 0, "greedy"), small_work()) for f in ("bf16", "fp8_e4m3", "fp8_e5m2")]
+    found = run_cells(tmp_path, requests, 60.0, command=(sys.executable, "-c", TURNS), ahead=True)
+    assert all(o.status == "failed" and "done" in o.error for o in found.values())
+    assert (tmp_path / "journal").read_text().split() == ["in", "out"] * 3
+
+
+def test_a_cell_whose_turn_comes_too_late_is_not_run(tmp_path):
+    """--stop-after counts when a cell would get its GPU, not only when its process starts."""
+    requests = [build(Cell(get_format(f), 0, "greedy"), small_work()) for f in ("bf16", "fp8_e4m3")]
+    seen = iter([0.0, 0.0, 0.0, 0.0])  # start, both processes, the first one's turn; then it is late
+    found = run_cells(
+        tmp_path, requests, 60.0, command=(sys.executable, "-c", TURNS), ahead=True, stop_after=5.0,
+        clock=lambda: next(seen, 9.0),
+    )  # fmt: skip
+    assert sorted(o.status for o in found.values()) == ["failed", "pending"]
+    assert (tmp_path / "journal").read_text().split() == ["in", "out"]
+
+
 def test_lanes_take_the_gpus_that_this_process_has(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6")
     assert lanes(1, 2) == [None] and lanes(3, 1) == ["3", "5", "6"]

