@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from specq.engines.vllm.command import validate_command
+from specq.engines.vllm.command import regret_sentence, validate_command
 from specq.engines.vllm.validate import Limits
 from specq.progress import Reporter
 
@@ -136,14 +136,9 @@ def text(made: dict, probed: dict | None) -> str:
     )
     out.append("named in validation.json.\n\n![emitted and speedup against K](curves.png)\n")
     for name, f in made["formats"].items():
-        lost = "not measured" if f["regret"] is None else f"{100 * f['regret']:.1f} %"
-        scatter = "" if f["spread_of_repeats"] is None else f", repeats scatter by {100 * f['spread_of_repeats']:.1f} %"
         need = f.get("serving_tokens_for_the_replays_error") or {}
         tokens = "".join(f"; K = {k}: counters of two servers need {n:,} tokens" for k, n in need.items() if n)
-        out.append(
-            f"- {name}: best measured K = {f['measured_best_k']}, recommended {f['recommended_k']}, regret"
-            f" {lost}{scatter}{tokens}"
-        )
+        out.append(f"- {name}: {regret_sentence(f)}{tokens}")
     for c in (probed or {}).get("cells", []):
         alpha = (c.get("agreement") or {}).get("probe_alpha")
         if alpha and alpha["positions"]:

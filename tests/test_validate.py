@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from specq import cli
 from specq.cost import Operating, cycle_times
 from specq.cost.table import read_timings
-from specq.engines.vllm import agreement, speed
+from specq.engines.vllm import agreement, record, speed
 from specq.engines.vllm.command import cells_of, validate_command
 from specq.engines.vllm.plan import Cell, Workload, build, parse_cell
 from specq.engines.vllm.protocol import CellRequest, CellResult, Pass, RequestLog, read_result
@@ -144,6 +145,17 @@ def test_file_answers_the_questions(study, swept):
     assert fmt["regret"] is None or recommended in (0, 2)
     assert fmt["serving_tokens_for_the_replays_error"]["2"] > 0
     assert any("cannot set the draft's KV format" in w for w in made["warnings"])
+
+
+@pytest.mark.parametrize(("cycle", "expected"), [(1.01, 2), (30.0, 0)])
+def test_k_by_the_engines_own_step_times(study, cycle, expected):
+    """A cycle as cheap as plain decoding takes every draft, one dearer than its tokens none."""
+    found, cell = load(study), Cell(get_format("fp8"), 2, "probabilistic")
+    v = SimpleNamespace(found=found, work=SimpleNamespace(batch=4, version="0.24.0", lookup=None), context=100)
+    timings = speed.timings({("fp8_e4m3", 0): [1.0], ("fp8_e4m3", 2): [cycle]}, 4, 100)
+    assert record._retuned_k(v, cell, timings, 2) == expected
+    assert record._retuned_k(v, cell, None, 2) is None
+    assert record._retuned_k(v, Cell(get_format("bf16"), 2, "probabilistic"), timings, 2) is None
 
 
 def test_page_of_the_check_tells_every_cell(swept, tmp_path):

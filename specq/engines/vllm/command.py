@@ -1,7 +1,8 @@
 """What `specq validate` does around the sweep: options, output directory, the answer in the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -145,17 +146,26 @@ def show(made: dict, out: Path) -> None:
         if cell["status"] in ("failed", "timeout"):
             console.print(f"{cell['name']}: {cell['error']}", markup=False)
     for name, f in made["formats"].items():
-        lost = "not measured" if f["regret"] is None else f"{100 * f['regret']:.1f} %"
-        spread = "" if f["spread_of_repeats"] is None else f" (repeats scatter by {100 * f['spread_of_repeats']:.1f} %)"
-        console.print(
-            f"{name}: best measured K = {f['measured_best_k']}, recommended {f['recommended_k']}, regret {lost}{spread}",
-            markup=False,
-        )
+        console.print(f"{name}: {regret_sentence(f)}", markup=False)
     for warning in made["warnings"]:
         console.print(f"warning: {warning}", markup=False)
     if not made["complete"]:
         console.print("not complete: the same command again runs what is missing", markup=False)
     console.print(f"JSON: {out / 'validation.json'}", soft_wrap=True, markup=False)
+
+
+def regret_sentence(f: Mapping[str, Any]) -> str:
+    """What a format's block says of the K that was best and of those that were recommended."""
+
+    def lost(x: float | None) -> str:
+        return "not measured" if x is None else f"{100 * x:.1f} %"
+
+    said = f"best measured K = {f['measured_best_k']}, recommended {f['recommended_k']}, regret {lost(f['regret'])}"
+    if f["spread_of_repeats"] is not None:
+        said += f" (repeats scatter by {100 * f['spread_of_repeats']:.1f} %)"
+    if new := f.get("retuned"):
+        said += f"; with this engine's step times recommended {new['recommended_k']}, regret {lost(new['regret'])}"
+    return said
 
 
 def _interval(block: dict) -> str:

@@ -3,13 +3,15 @@
 from typing import TYPE_CHECKING
 
 from specq import __version__, files
-from specq.cost import Operating, cycle_times
+from specq.cost import CostModel, FreeDraft, Operating, cycle_times
+from specq.cost.table import TableCost, Timing
 from specq.engines.vllm import agreement, speed
 from specq.engines.vllm.plan import Cell, margin
 from specq.engines.vllm.protocol import CellResult
 from specq.engines.vllm.runner import Outcome
 from specq.errors import SpecqError
 from specq.finished import Finished
+from specq.tune import speed_curve
 from specq.vllm_options import CPU_VERIFIES_WRONGLY, LATEST_LOOKED_UP_BY_V2, OLDEST, draft_kv_is_free, parse_version
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ def validation_json(v: "Validation") -> dict:
         },
         "complete": all(c.name in v.outcomes and v.outcomes[c.name].status == "ok" for c in v.cells),
         "cells": list(blocks.values()),
-        "formats": _format_blocks(v, blocks),
+        "formats": _format_blocks(v, blocks, timings),
         "timings": timings,
         "timings_note": "cycle times are measured; how much of one a draft step takes is a convention (speed.py)"
         if timings
@@ -163,8 +165,9 @@ def _predicted(v: "Validation", cell: Cell) -> dict | None:
     return {"value": float(analysis.emitted_curve(arm)[cell.k] * times[0] / times[-1]), "cost": v.cost.source}
 
 
-def _format_blocks(v: "Validation", blocks: dict[str, dict]) -> dict[str, dict]:
-    """Per format: the K truly best and the regret of the recommended one; what a counter-based comparison would take."""
+def _format_blocks(v: "Validation", blocks: dict[str, dict], timings: dict | None) -> dict[str, dict]:
+    """Per format: the K truly best, the regret of the study's K and of the K that the study's acceptance gives with this
+    engine's own step times; what a counter-based comparison would take."""
     out = {}
     for fmt in dict.fromkeys(c.fmt for c in v.cells):
         mine = [c for c in v.cells if c.fmt == fmt and _is_main(v, c) and blocks[c.name]["status"] == "ok"]
@@ -172,11 +175,26 @@ def _format_blocks(v: "Validation", blocks: dict[str, dict]) -> dict[str, dict]:
             continue
         throughput = {c.k: blocks[c.name]["speed"]["tokens_per_second_repeats"] for c in mine}
         out[fmt.name] = speed.regret(throughput, recommended_k(v.found, fmt.name))
+        if (k := _retuned_k(v, mine[0], timings, max(throughput))) is not None:
+            retuned = speed.regret(throughput, k)
+            out[fmt.name]["retuned"] = {"recommended_k": k, "regret": retuned["regret"]}
         if fmt.name != "bf16" and not v.work.synthetic:
             out[fmt.name]["serving_tokens_for_the_replays_error"] = {
                 str(c.k): _serving_tokens(v, c) for c in mine if c.k and _serving_tokens(v, c) is not None
             }
     return out
+
+
+def _retuned_k(v: "Validation", cell: Cell, timings: dict | None, k_max: int) -> int | None:
+    """The K, up to `k_max`, that the study's acceptance gives with step times of this sweep; None where either is missing."""
+    analysis, arm = v.found.material.main, f"{cell.fmt.name}+{cell.draft_fmt(v.work.version).name}"
+    records = [Timing(**r) for r in (timings or {"records": []})["records"]]
+    if arm not in analysis.arms or cell.fmt.name not in {r.kv_format for r in records if r.kind == "target"}:
+        return None
+    cost: CostModel = TableCost(records, "this sweep", {}, timings["fixed"])
+    cost = FreeDraft(cost) if v.work.lookup else cost
+    at, ks = Operating(v.work.batch, v.context, cell.fmt.name, "bf16"), slice(min(k_max, analysis.k_max) + 1)
+    return speed_curve(analysis.emitted_curve(arm)[ks], analysis.emitted_draws(arm)[:, ks], cost, at).best
 
 
 def recommended_k(found: Finished, fmt: str) -> int:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from specq.errors import SpecqError
 ENGINE = (sys.executable, "-m", "specq.engines.vllm.engine")
 _running: set[subprocess.Popen] = set()
 GRACE = 10.0  # seconds between asking a process to end and ending it
+LINGER = 2.0  # seconds for what was ended to be gone
 BACKEND = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? backend")
 
 
@@ -128,15 +129,18 @@ def _go(process: subprocess.Popen, limit: float) -> int | None:
 
 
 def _end_group(process: subprocess.Popen) -> None:
-    for sign, patience in ((signal.SIGTERM, GRACE if process.poll() is None else 0.0), (signal.SIGKILL, None)):
-        try:
-            os.killpg(process.pid, sign)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
+    """End a process and all of its group, and wait until they are gone: what lingers holds the GPU's memory."""
+    with suppress(ProcessLookupError):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        until = time.monotonic() + LINGER
+        while time.monotonic() < until:  # its children are not ours to wait for
+            os.killpg(process.pid, 0)
+            time.sleep(0.01)
     process.wait()
 
 
