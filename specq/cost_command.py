@@ -10,7 +10,7 @@ from specq import files
 from specq.capacity_command import pair_shapes
 from specq.cost.calibration import Calibration, fit
 from specq.cost.gpus import Gpu, parse_gpus
-from specq.cost.table import read_records
+from specq.cost.table import read_file
 from specq.errors import SpecqError
 from specq.terminal import Terminal
 
@@ -40,14 +40,14 @@ def cost_command(
         raise SpecqError(f"--out {out}: " + ("exists already" if out.exists() else "name a new file NAME.toml"))
     count, gpu = parse_gpus(gpus)
     main, second = pair_shapes(pair, target, draft, weight_bytes)
-    records, fixed = read_records(str(timings))
+    file = read_file(str(timings))
     shapes = {"target": main} | ({"draft": second} if second else {})
-    found = fit(records, shapes, gpu, count, timings.name)
+    found = fit(file.records, shapes, gpu, count, timings.name, file.share_of)
     if out is not None:
         files.write_text(out, as_toml(replace(gpu, efficiency=found.efficiency)))
     if as_json:
-        rows = [found.row(i) for i in range(len(records))]
-        body = {"gpu": gpu.name, "gpus": count, "efficiency": asdict(found.efficiency), "fixed_seconds": fixed}
+        rows = [found.row(i) for i in range(len(file.records))]
+        body = {"gpu": gpu.name, "gpus": count, "efficiency": asdict(found.efficiency), "fixed_seconds": file.fixed}
         print(json.dumps(body | found.as_dict() | {"rows": rows}, indent=2, allow_nan=False))
         return
     console = Terminal()
@@ -61,6 +61,12 @@ def show(console: Terminal, found: Calibration) -> None:
     """The factors, how far the roofline is from the timings by kind and format, and what to be wary of."""
     console.print(factor_table(found))
     console.print(group_table(found))
+    if found.share_of:
+        console.print(
+            f"times of one GPU's share of {found.share_of}, compared without communication: a step adds it by link and"
+            " reduce_seconds",
+            markup=False,
+        )
     if found.undetermined:
         names = ", ".join(found.undetermined)
         console.print(f"these timings say little about {names}: near what was assumed, not measured", markup=False)

@@ -27,13 +27,14 @@ CASES = [
 CASES += [("draft", b, c, 1, "bf16") for b in (1, 64) for c in (512, 16384)]
 
 
-def timings(truth=TRUTH, gpus=1, cases=CASES, noise=0.0, seed=0):
-    """Step times that a GPU of these efficiencies takes, with relative noise."""
+def timings(truth=TRUTH, gpus=1, cases=CASES, noise=0.0, seed=0, alone=False):
+    """Step times that GPUs of these efficiencies take, with relative noise; of one of them, `alone`, no communication."""
     made = Roofline(replace(H200, efficiency=truth), *SHAPES.values(), gpus)
     rng = np.random.default_rng(seed)
     out = []
     for kind, batch, context, new, fmt in cases:
-        seconds = made.step_time(kind, batch, context, new, fmt) * float(np.exp(noise * rng.standard_normal()))
+        terms = made.terms(kind, batch, context, new, fmt)
+        seconds = (terms.alone if alone else terms.seconds)(truth) * float(np.exp(noise * rng.standard_normal()))
         at = {"kind": kind, "batch": batch, "context": context, "new_tokens": new, "kv_format": fmt}
         out.append(Timing(**at, seconds=seconds))
     return out
@@ -66,6 +67,63 @@ def test_tensor_parallel_timings_give_link_and_latency():
     together = 32 * found.efficiency.layer_seconds + 65 * found.efficiency.reduce_seconds
     assert together == pytest.approx(32 * 17e-6 + 65 * 23e-6, rel=0.05)
     assert found.undetermined == ["layer_seconds"]
+
+
+def share_file(path, share_of=2):
+    """A timings file of one GPU's share, of known factors but the communication's."""
+    records = timings(gpus=share_of, alone=True)
+    path.write_text(json.dumps({"records": [t.model_dump() for t in records], "share_of": share_of}))
+    return path, records
+
+
+def test_one_gpus_share_gives_its_rates_and_leaves_the_link(tmp_path):
+    """One of 2 GPUs by itself: its rates and waits come out, link and all-reduce stay as assumed to the bit and are named;
+    a step of both is the share's time plus exactly the data sheet's communication."""
+    path, records = share_file(tmp_path / "t.json")
+    cost = build(parse_cost(f"roofline:2xh200@{path}"), *SHAPES.values())
+    got, assumed = cost.efficiency, H200.efficiency
+    assert (got.bandwidth, got.matrix) == pytest.approx((TRUTH.bandwidth, TRUTH.matrix), rel=0.01)
+    assert 32 * got.layer_seconds + got.step_seconds == pytest.approx(32 * 17e-6 + 400e-6, rel=0.02)
+    assert (got.link, got.reduce_seconds) == (assumed.link, assumed.reduce_seconds)
+    assert cost.details["calibration"]["undetermined"] == ["link", "reduce_seconds"]
+    assert (
+        cost.details["calibration"]["share_of"] == 2 and cost.details["calibration"]["relative_error_largest"] < 0.003
+    )
+    assert "one GPU's share of 2, but link and reduce_seconds assumed, not measured" in cost.details["note"]
+    for i, t in enumerate(records):
+        hidden, layers, vocab = (4096, 32, 128256) if t.kind == "target" else (2048, 16, 128256)
+        sent = (
+            t.batch * t.new_tokens * 2 * (4 * layers * hidden + vocab) / 2
+        )  # half of two all-reduces and of the logits
+        link = sent / (450e9 * assumed.link) + (2 * layers + 1) * assumed.reduce_seconds
+        step = cost.step_time(t.kind, t.batch, t.context, t.new_tokens, t.kv_format)
+        assert step == pytest.approx(cost.calibration.seconds[i] + link, rel=1e-12)
+
+
+def test_a_share_is_no_step(tmp_path):
+    """As a table of step times a share's file is refused, and so is any other number of GPUs: one sentence, code 2."""
+    path, _ = share_file(tmp_path / "t.json")
+    for cost, says in (
+        (
+            path,
+            f"times of one GPU's share of 2 without their all-reduces, which are no step times: use roofline:2xGPU@{path}",
+        ),
+        (f"roofline:h200@{path}", "share of 2: they calibrate 2xh200, not 1"),
+        (f"roofline:4xh200@{path}", "share of 2: they calibrate 2xh200, not 4"),
+    ):
+        with pytest.raises(SpecqError) as refused:
+            build(parse_cost(str(cost)), *SHAPES.values())
+        assert says in str(refused.value)
+    bad = run("cost", path, "--gpus", "h200", "--pair", "llama8b-1b")
+    assert bad.returncode == 2 and "they calibrate 2xh200" in bad.stderr and "Traceback" not in bad.stderr
+    out = tmp_path / "mine.toml"
+    said = run("cost", path, "--gpus", "2xh200", "--pair", "llama8b-1b", "--out", out, COLUMNS="160")
+    assert said.returncode == 0 and "say little about link, reduce_seconds" in said.stdout, said.stderr
+    assert "one GPU's share of 2, compared without communication" in said.stdout
+    again = build(parse_cost(f"roofline:2x{out}"), *SHAPES.values())
+    fitted = build(parse_cost(f"roofline:2xh200@{path}"), *SHAPES.values())
+    case = ("target", 8, 4096, 5, "fp8_e4m3")
+    assert again.step_time(*case) == fitted.step_time(*case)
 
 
 def test_what_the_timings_do_not_say_stays_as_assumed():

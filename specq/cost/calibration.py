@@ -6,6 +6,9 @@
 Rates enter as logarithms, times as square roots, so that none becomes negative and a time may be 0. A weak pull towards the
 factors assumed so far decides those that the timings say nothing about; which ones is told. A roofline's error is of its
 form and no noise, so no interval is given: the residuals are.
+
+Timings of one GPU's share of N (`TimingFile.share_of`) are compared with the roofline without communication; the link's
+factors stay as assumed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +37,9 @@ OWN = 0.5  # a factor is the timings' own where they give more than this share o
 class Calibration:
     """Fitted factors, what they rest on, and the roofline beside every timing.
 
-    fitted: the names of the factors that were free. share: how much of each comes from the timings, 0..1, the rest being
-    the pull to what was assumed. seconds: the calibrated roofline's for every timing.
+    share: how much of each factor comes from the timings, 0..1, the rest being the pull to what was assumed.
+    seconds: the calibrated roofline's for every timing. share_of: N where both are of one GPU's share of N, without
+    communication.
     """
 
     file: str
@@ -44,6 +48,7 @@ class Calibration:
     share: dict[str, float]
     timings: tuple[Timing, ...]
     seconds: np.ndarray
+    share_of: int | None = None
 
     @property
     def residuals(self) -> np.ndarray:
@@ -89,6 +94,7 @@ class Calibration:
         return {
             "file": self.file,
             "records": len(self.timings),
+            "share_of": self.share_of,
             "relative_error_rms": _rms(self.residuals),
             "relative_error_largest": float(np.abs(self.residuals).max()),
             "undetermined": self.undetermined,
@@ -102,26 +108,37 @@ def _rms(errors: np.ndarray) -> float:
 
 
 def fit(
-    timings: Sequence[Timing], shapes: Mapping[str, ModelShape], gpu: Gpu, gpus: int = 1, file: str = "timings"
+    timings: Sequence[Timing],
+    shapes: Mapping[str, ModelShape],
+    gpu: Gpu,
+    gpus: int = 1,
+    file: str = "timings",
+    share_of: int | None = None,
 ) -> Calibration:
     """Efficiency factors of `gpus` x `gpu` from timings of the models of `shapes` ("target" and, where timed, "draft").
 
-    Raises SpecqError for timings of a kind without a shape, and for formats that the models cannot have.
+    With `share_of` (= gpus) the timings are of one GPU's share, without communication. Raises SpecqError for timings of a
+    kind without a shape or of a share of another number of GPUs, and for formats that the models cannot have.
     """
     from scipy.optimize import least_squares
 
     if missing := sorted({t.kind for t in timings} - shapes.keys()):
         raise SpecqError(f"{file} holds timings of a {missing[0]}, whose shape is not given")
-    names = ["bandwidth", "matrix", "layer_seconds", "step_seconds"]
-    if gpus > 1:
-        names += ["link", "reduce_seconds"]
+    if share_of not in (None, gpus):
+        raise SpecqError(
+            f"{file} holds times of one GPU's share of {share_of}: they calibrate {share_of}x{gpu.name}, not {gpus}"
+        )
+    names, link = ["bandwidth", "matrix", "layer_seconds", "step_seconds"], ["link", "reduce_seconds"]
+    if gpus > 1 and not share_of:
+        names += link
     roofline = Roofline(gpu, shapes["target"], shapes.get("draft", shapes["target"]), gpus)
     terms = _together(roofline.terms(t.kind, t.batch, t.context, t.new_tokens, t.kv_format) for t in timings)
+    predicted = terms.alone if share_of else terms.seconds
     measured = np.log([t.seconds for t in timings])
     middle = _coordinates(gpu.efficiency, names)
 
     def error(x: np.ndarray) -> np.ndarray:
-        return np.log(terms.seconds(_efficiency(gpu.efficiency, names, x))) - measured
+        return np.log(predicted(_efficiency(gpu.efficiency, names, x))) - measured
 
     def cost(x: np.ndarray) -> np.ndarray:
         return np.concatenate([error(x), PULL * (x - middle)])
@@ -132,10 +149,15 @@ def fit(
 
     # the larger of two bounds makes several valleys
     best = min((solve(*start) for start in product(*STARTS)), key=lambda result: result.cost)
-    found = replace(_efficiency(gpu.efficiency, names, best.x), source=f"calibrated on {file}")
-    seconds = terms.seconds(found)
+    source = f"calibrated on {file}"
+    if share_of:
+        source += f", one GPU's share of {share_of}, but link and reduce_seconds {gpu.efficiency.source}"
+    found = replace(_efficiency(gpu.efficiency, names, best.x), source=source)
+    seconds = predicted(found)
     share = _shares(best.jac[: len(timings)], names, best.x, terms, seconds)
-    return Calibration(file, gpu.efficiency, found, share, tuple(timings), seconds)
+    if share_of:
+        share |= dict.fromkeys(link, 0.0)
+    return Calibration(file, gpu.efficiency, found, share, tuple(timings), seconds, share_of)
 
 
 def _shares(

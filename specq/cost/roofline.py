@@ -43,9 +43,16 @@ class Terms:
 
     def seconds(self, e: Efficiency) -> float | np.ndarray:
         """Seconds under efficiency factors."""
+        return self.alone(e) + self.communication(e)
+
+    def alone(self, e: Efficiency) -> float | np.ndarray:
+        """Seconds of one GPU's share, which waits for no other."""
         work = np.maximum(self.memory / e.bandwidth, self.matrix / e.matrix)
-        waits = self.layers * e.layer_seconds + self.reduces * e.reduce_seconds + e.step_seconds
-        return work + self.link / e.link + waits
+        return work + self.layers * e.layer_seconds + e.step_seconds
+
+    def communication(self, e: Efficiency) -> float | np.ndarray:
+        """Seconds of all-reduces and of the gather; 0 on one GPU."""
+        return self.link / e.link + self.reduces * e.reduce_seconds
 
 
 class Roofline:

@@ -15,7 +15,7 @@ from specq.cost.base import CostModel
 from specq.cost.calibration import fit
 from specq.cost.gpus import Gpu, get_gpu, split_gpus
 from specq.cost.roofline import Roofline
-from specq.cost.table import TableCost, Timing, read_records, read_timings
+from specq.cost.table import TableCost, Timing, read_file, read_timings
 from specq.errors import SpecqError
 from specq.shape import ModelShape
 
@@ -60,9 +60,10 @@ def build(spec: CostSpec, target: ModelShape, draft: ModelShape) -> CostModel:
         raise ValueError("measured step times cannot be built without models")
     if not spec.timings:
         return Roofline(spec.gpu, target, draft, spec.gpus)
-    records, fixed = read_records(spec.timings)
-    found = fit(records, {"target": target, "draft": draft}, spec.gpu, spec.gpus, Path(spec.timings).name)
-    return Roofline(spec.gpu, target, draft, spec.gpus, found, fixed)
+    file = read_file(spec.timings)
+    shapes = {"target": target, "draft": draft}
+    found = fit(file.records, shapes, spec.gpu, spec.gpus, Path(spec.timings).name, file.share_of)
+    return Roofline(spec.gpu, target, draft, spec.gpus, found, file.fixed)
 
 
 def from_study(cost: dict) -> TableCost:

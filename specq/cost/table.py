@@ -32,12 +32,17 @@ class Timing(BaseModel):
 
 
 class TimingFile(BaseModel):
-    """A timings file: records and the fixed seconds per speculative cycle."""
+    """A timings file: records and the fixed seconds per speculative cycle.
+
+    share_of: N where the seconds are those of one GPU's share of a step over N tensor-parallel GPUs, timed by itself: without
+    the all-reduces and the gather of the logits. A roofline over N GPUs can be calibrated on them; no step takes that long.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     records: list[Timing] = Field(min_length=1)
     fixed: float = Field(0.0, ge=0, allow_inf_nan=False)
+    share_of: int | None = Field(None, ge=2)
 
 
 def monotone(seconds: np.ndarray) -> np.ndarray:
@@ -132,9 +137,9 @@ def _bracket(x: int, have: set[int]) -> list[tuple[int, float]]:
     return [(low, 1 - share), (high, share)]
 
 
-def read_records(path: str) -> tuple[list[Timing], float]:
-    """(records, fixed seconds per cycle) of a timings file: `{"records": [...], "fixed": s}`, a bare list of records, or a
-    validation.json, whose `timings` block is one."""
+def read_file(path: str) -> TimingFile:
+    """A timings file: `{"records": [...], "fixed": s}`, a bare list of records, or a validation.json, whose `timings` block
+    is one. Formats get their own names in place of aliases."""
     from specq.kv import get_format
 
     try:
@@ -153,10 +158,16 @@ def read_records(path: str) -> tuple[list[Timing], float]:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise SpecqError(f"timings file {path}: {where}: {first['msg']}") from None
-    return [r.model_copy(update={"kv_format": get_format(r.kv_format).name}) for r in table.records], table.fixed
+    records = [r.model_copy(update={"kv_format": get_format(r.kv_format).name}) for r in table.records]
+    return table.model_copy(update={"records": records})
 
 
 def read_timings(path: str) -> TableCost:
-    """The cost model of a timings file."""
-    records, fixed = read_records(path)
-    return TableCost(records, f"file:{Path(path).name}", {"file": path, "records": len(records)}, fixed)
+    """The cost model of a timings file. Raises SpecqError for times of one GPU's share, which are no step times."""
+    file = read_file(path)
+    if n := file.share_of:
+        raise SpecqError(
+            f"{path} holds times of one GPU's share of {n} without their all-reduces, which are no step times: use"
+            f" roofline:{n}xGPU@{path}"
+        )
+    return TableCost(file.records, f"file:{Path(path).name}", {"file": path, "records": len(file.records)}, file.fixed)
