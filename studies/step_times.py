@@ -1,31 +1,42 @@
 """Step times of a registered pair's shape with random weights, by specq's own kernels, on one GPU or tensor parallel.
 
     torchrun --nproc-per-node 2 studies/step_times.py --pair llama70b-1b --out DIR     measure: timings.json, machine.json
-    python studies/step_times.py --pair llama70b-1b --page DIR                          page and plot from those
+    python studies/step_times.py --pair llama70b-1b --share 2 --out DIR                the same of one of 2 GPUs, by itself
+    python studies/step_times.py --pair llama70b-1b --page DIR                         page and plot from those
 
 One decoder layer of each GPU's share (norms, products, rotary embedding, store, attention, all-reduces) runs in CUDA graphs
 over weights and pages larger than the L2 cache; a step is its time times the number of layers, plus the LM head with the
 gather of its logits. No scheduler, sampler or launch is in it: what an engine adds comes on top. `--cost` reads timings.json.
+
+`--share N` measures on one GPU what one of N does between its all-reduces: times without communication, which calibrate
+`--cost roofline:NxGPU@timings.json`. The page then adds the communication by the data sheet. Files are written after every
+(model, format, context); the same command with the same DIR goes on where it was stopped.
 """
 
 import argparse
+import contextlib
 import datetime
+import functools
 import json
 import os
-from dataclasses import asdict, replace
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from specq import pairs
-from specq.cost.calibration import fit
-from specq.cost.gpus import get_gpu
+from specq import files, pairs
+from specq.cost.calibration import Calibration, fit
+from specq.cost.gpus import Gpu, get_gpu
 from specq.cost.roofline import Roofline
-from specq.cost.table import TableCost, Timing, read_records
+from specq.cost.table import TableCost, Timing, TimingFile, read_file
+from specq.errors import SpecqError, printable
 from specq.kv import get_format
 from specq.pairs import Shape
 from specq.shape import ModelShape
@@ -34,6 +45,11 @@ BATCHES, CONTEXTS, NEW = (1, 4, 8, 16, 32, 64), (2048, 8192, 32768), (1, 2, 3, 5
 FORMATS = ("bf16", "fp8_e4m3", "int8_per_token_head")
 PAGE, MEMORY = 16, 0.92 * 141e9  # bytes of one H200 that an engine would use
 ALPHAS, K_MAX = (0.6, 0.7, 0.8, 0.9), 8
+COPIES = {"target": 2, "draft": 4}  # layers whose weights exist: more bytes than the L2 cache holds
+# formats and new tokens per row; a draft's step has one, or two after a cycle whose drafts were all accepted
+TIMED = {"target": (FORMATS, NEW), "draft": (FORMATS[:1], NEW[:2])}
+DEVICE = "cuda"
+Group = tuple[str, str, int]  # model, KV format, context: what is measured and written together
 
 
 def fits(shapes: dict, gpus: int, fmt: str, batch: int, context: int) -> bool:
@@ -50,19 +66,38 @@ def kv_bytes(shapes: dict, fmt: str) -> dict:
     }
 
 
+def groups() -> list[Group]:
+    """All of them, in the order in which they are measured."""
+    return [(role, fmt, context) for role, (formats, _) in TIMED.items() for fmt in formats for context in CONTEXTS]
+
+
+def fitting(shapes: dict, gpus: int, group: Group) -> list[int]:
+    """The batches that fit the GPUs; a draft's where the target's cache is in the smallest format."""
+    role, fmt, context = group
+    return [b for b in BATCHES if fits(shapes, gpus, fmt if role == "target" else "fp8_e4m3", b, context)]
+
+
+def check_divides(shapes: dict, gpus: int) -> None:
+    """Raises SpecqError where a model cannot be cut into equal shares."""
+    for role, s in shapes.items():
+        for name in ("heads", "kv_heads", "intermediate", "vocab"):
+            if getattr(s, name) % gpus:
+                raise SpecqError(f"the {role}'s {name} ({getattr(s, name)}) cannot be divided over {gpus} GPUs")
+
+
 class Share:
     """What one of n tensor-parallel GPUs holds of a model: `copies` layers' weights and the LM head's."""
 
     def __init__(self, shape: Shape, gpus: int, copies: int) -> None:
         def random(*size: int) -> torch.Tensor:
-            return torch.randn(*size, device="cuda", dtype=torch.bfloat16) * size[-1] ** -0.5
+            return torch.randn(*size, device=DEVICE, dtype=torch.bfloat16) * size[-1] ** -0.5
 
         self.shape, self.gpus = shape, gpus
         self.heads, self.kv_heads, self.dim = shape.heads // gpus, shape.kv_heads // gpus, shape.head_dim
         hidden, inner = shape.hidden, shape.intermediate // gpus
         self.layers = [
             {
-                "norms": torch.ones(2, hidden, device="cuda", dtype=torch.bfloat16),
+                "norms": torch.ones(2, hidden, device=DEVICE, dtype=torch.bfloat16),
                 "qkv": random((self.heads + 2 * self.kv_heads) * self.dim, hidden),
                 "out": random(hidden, self.heads * self.dim),
                 "up": random(2 * inner, hidden),
@@ -73,8 +108,8 @@ class Share:
         self.head = random(shape.vocab // gpus, hidden)
 
     def reduced(self, x: torch.Tensor) -> torch.Tensor:
-        """Summed over the GPUs."""
-        if self.gpus > 1:
+        """Summed over the GPUs, where the others are there."""
+        if dist.is_initialized():
             dist.all_reduce(x)
         return x
 
@@ -96,11 +131,11 @@ class Share:
         return x + self.reduced((F.silu(gate) * up) @ w["down"].T)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits [tokens, vocab] on every GPU."""
+        """Logits on every GPU, gathered; this one's columns of them where there is no other."""
         mine = x @ self.head.T
-        if self.gpus == 1:
+        if not dist.is_initialized():
             return mine
-        out = torch.empty(self.gpus * len(x), mine.shape[1], device="cuda", dtype=mine.dtype)
+        out = torch.empty(self.gpus * len(x), mine.shape[1], device=DEVICE, dtype=mine.dtype)
         dist.all_gather_into_tensor(out, mine)
         return out
 
@@ -116,33 +151,39 @@ def pages(share: Share, fmt: str, batch: int, context: int) -> tuple:
     from specq_kernels import PagedKV, store_kv
 
     each = -(-(context + NEW[-1]) // PAGE)
-    cache = PagedKV.allocate(fmt, batch * each, share.kv_heads, PAGE, share.dim, "cuda", 0.02, 0.02)
+    cache = PagedKV.allocate(fmt, batch * each, share.kv_heads, PAGE, share.dim, DEVICE, 0.02, 0.02)
     for at in range(0, batch * each * PAGE, 1 << 17):
-        slots = torch.arange(at, min(at + (1 << 17), batch * each * PAGE), device="cuda")
-        k, v = (torch.randn(len(slots), share.kv_heads, share.dim, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+        slots = torch.arange(at, min(at + (1 << 17), batch * each * PAGE), device=DEVICE)
+        k, v = (torch.randn(len(slots), share.kv_heads, share.dim, device=DEVICE, dtype=torch.bfloat16) for _ in "kv")
         store_kv(k, v, cache, slots)
-    order = torch.randperm(batch * each, generator=torch.Generator().manual_seed(0)).to("cuda", torch.int32)
+    order = torch.randperm(batch * each, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.int32)
     return cache, order.view(batch, each)
 
 
-def step_seconds(share: Share, cache: object, table: object, batch: int, context: int, new: int) -> float:
-    """Seconds of one step of `new` tokens a row."""
+def layers_seconds(share: Share, cache: object, table: object, batch: int, context: int, new: int) -> float:
+    """Seconds of all layers in one step of `new` tokens a row."""
     from specq_kernels.bench import graph_time
 
-    at = context + torch.arange(new, device="cuda").repeat(batch, 1)
+    at = context + torch.arange(new, device=DEVICE).repeat(batch, 1)
     slots = (table.gather(1, at // PAGE).long() * PAGE + at % PAGE).flatten()
-    angle = torch.randn(batch * new, 1, share.dim // 2, device="cuda")
+    angle = torch.randn(batch * new, 1, share.dim // 2, device=DEVICE)
     state = {
         "cache": cache, "table": table, "batch": batch, "slots": slots, "longest": context + new,
-        "contexts": torch.full((batch,), context + new, dtype=torch.int32, device="cuda"),
-        "counts": torch.full((batch,), new, dtype=torch.int32, device="cuda"),
+        "contexts": torch.full((batch,), context + new, dtype=torch.int32, device=DEVICE),
+        "counts": torch.full((batch,), new, dtype=torch.int32, device=DEVICE),
         "cos": angle.cos().bfloat16(), "sin": angle.sin().bfloat16(),
     }  # fmt: skip
-    x = torch.randn(batch * new, share.shape.hidden, device="cuda", dtype=torch.bfloat16)
-    repeats = max(2, len(share.layers))
-    layer = graph_time([lambda i=i: share.layer(x, i, state) for i in range(repeats)], repeats=5)
-    head = graph_time([lambda: share.logits(x)] * 2, repeats=5)
-    return (layer * share.shape.layers + head) / 1e6
+    x = torch.randn(batch * new, share.shape.hidden, device=DEVICE, dtype=torch.bfloat16)
+    layer = graph_time([lambda i=i: share.layer(x, i, state) for i in range(max(2, len(share.layers)))], repeats=5)
+    return layer * share.shape.layers / 1e6
+
+
+def head_seconds(share: Share, tokens: int) -> float:
+    """Seconds of the LM head over `tokens` tokens."""
+    from specq_kernels.bench import graph_time
+
+    x = torch.randn(tokens, share.shape.hidden, device=DEVICE, dtype=torch.bfloat16)
+    return graph_time([lambda: share.logits(x)] * 2, repeats=5) / 1e6
 
 
 def memory(shapes: dict, gpus: int) -> list[dict]:
@@ -154,7 +195,7 @@ def memory(shapes: dict, gpus: int) -> list[dict]:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         kept = [
-            PagedKV.allocate(fmt, 8 * 8192 // PAGE, target.kv_heads // gpus, PAGE, target.head_dim, "cuda", 1.0, 1.0)
+            PagedKV.allocate(fmt, 8 * 8192 // PAGE, target.kv_heads // gpus, PAGE, target.head_dim, DEVICE, 1.0, 1.0)
             for _ in range(target.layers)
         ]
         measured = torch.cuda.memory_allocated() - before
@@ -164,53 +205,118 @@ def memory(shapes: dict, gpus: int) -> list[dict]:
     return found
 
 
-def measure(pair: str, out: Path) -> None:
-    """See the module; every rank runs this, the first writes."""
-    from specq_kernels import verify_cuda
+def compile_kernels(share: Share, formats: Sequence[str], queries: Sequence[int]) -> str:
+    """Compiles the CUDA kernels of a share at once, in parallel; says which attention kernel is the one measured."""
+    from specq_kernels import native, store_cuda, verify_cuda
     from specq_kernels.attention import verify_backend
+    from specq_kernels.layout import SPECS
 
+    here = torch.device(DEVICE)
+    if verify_backend(here, share.dim) == "cuda":
+        wanted = verify_cuda.configs(formats, share.dim, share.heads // share.kv_heads, queries, PAGE)
+        wanted = [c for c in wanted if c.cluster > 1]  # contexts of more than one chunk
+        codes = [SPECS[f] for f in formats if f != "bf16"]
+        with ThreadPoolExecutor() as pool, contextlib.suppress(native.BuildError):
+            store = [pool.submit(store_cuda.library, s, share.dim, PAGE, native.architecture(here)) for s in codes]
+            verify_cuda.build(wanted)
+            for future in store:
+                future.result()
+    return verify_backend(here, share.dim)
+
+
+def describe(pair: str, gpus: int, share_of: int | None, attention: dict) -> dict:
+    """What must be the same for times to stand in one file."""
+    import triton
+
+    start = f"torchrun --nproc-per-node {gpus}" if gpus > 1 else "python"
+    options = f" --share {share_of}" if share_of else ""
+    return {
+        "pair": pair, "gpus": gpus, "share_of": share_of, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "triton": triton.__version__, "cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "attention": attention, "command": f"{start} studies/step_times.py --pair {pair}{options}",
+    }  # fmt: skip
+
+
+def resumed(folder: Path, machine: dict) -> list[dict]:
+    """The records that an earlier run left in `folder`. Raises SpecqError where another machine or command made them."""
+    if not (folder / "machine.json").exists():
+        if (folder / "timings.json").exists():
+            raise SpecqError(f"{folder} holds timings of an unknown machine: give another --out")
+        return []
+    before = files.read_json(folder / "machine.json")
+    for key, value in machine.items():
+        if before.get(key) != value:
+            raise SpecqError(
+                f"{folder} was measured with {key} = {before.get(key)}, here it is {value}: give another --out"
+            )
+    if not (folder / "timings.json").exists():
+        return []
+    return [r.model_dump(exclude={"repeats"}) for r in read_file(str(folder / "timings.json")).records]
+
+
+def missing(records: Sequence[dict], shapes: dict, gpus: int, group: Group) -> dict[int, list[int]]:
+    """New tokens that are still to be timed in a group, by batch."""
+    role, fmt, context = group
+    have = {
+        (r["batch"], r["new_tokens"])
+        for r in records
+        if (r["kind"], r["kv_format"], r["context"]) == (role, fmt, context)
+    }
+    left = {b: [n for n in TIMED[role][1] if (b, n) not in have] for b in fitting(shapes, gpus, group)}
+    return {b: new for b, new in left.items() if new}
+
+
+def timings_text(records: Sequence[dict], share_of: int | None) -> str:
+    """timings.json, a record a line."""
+    lines = ",\n".join(json.dumps(r) for r in records)
+    return f'{{"share_of": {json.dumps(share_of)}, "records": [\n{lines}\n]}}\n'
+
+
+def measure(pair: str, out: Path, share_of: int | None) -> None:
+    """See the module; every rank runs this, the first writes."""
+    began = time.perf_counter()
     rank, gpus = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    torch.cuda.set_device(rank)
+    if share_of and gpus > 1:
+        raise SpecqError(f"--share is for one GPU by itself; here are {gpus}")
+    over = share_of or gpus
+    found = pairs.find(pair, None, None)
+    shapes = {"target": found.target.shape, "draft": found.draft.shape}
+    check_divides(shapes, over)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
     if gpus > 1:
         dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     torch.manual_seed(0)
-    found = pairs.find(pair, None, None)
-    shapes = {"target": found.target.shape, "draft": found.draft.shape}
-    records, left_out = [], []
+
+    def say(what: str) -> None:
+        if rank == 0:
+            print(f"{time.perf_counter() - began:5.0f} s  {what}", flush=True)
+
     with torch.inference_mode():
-        sizes = memory(shapes, gpus)
-        for role, copies in (("target", 2), ("draft", 4)):
-            share = Share(shapes[role], gpus, copies)
-            if verify_backend(torch.device("cuda", rank), share.dim) == "cuda":  # all compiled at once, not one by one
-                verify_cuda.build(verify_cuda.configs(FORMATS, share.dim, share.heads // share.kv_heads, NEW, PAGE))
-            for fmt in FORMATS if role == "target" else ("bf16",):
-                for context in CONTEXTS:
-                    for batch in BATCHES:
-                        if not fits(shapes, gpus, fmt if role == "target" else "fp8_e4m3", batch, context):
-                            left_out.append([role, fmt, batch, context])
-                            continue
-                        cache, table = pages(share, fmt, batch, context)
-                        for new in NEW if role == "target" else NEW[:2]:
-                            seconds = step_seconds(share, cache, table, batch, context, new)
-                            records.append(
-                                {"kind": role, "batch": batch, "context": context, "new_tokens": new, "kv_format": fmt,
-                                 "seconds": seconds}
-                            )  # fmt: skip
-                        del cache, table
-            del share
-            torch.cuda.empty_cache()
-    if rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "timings.json").write_text(json.dumps({"records": records}, indent=0) + "\n")
-        machine = {
-            "pair": pair, "gpus": gpus, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": f"torchrun --nproc-per-node {gpus} studies/step_times.py --pair {pair}",
-            "memory": sizes, "do_not_fit": left_out,
-        }  # fmt: skip
-        (out / "machine.json").write_text(json.dumps(machine, indent=1) + "\n")
-        print(f"{len(records)} step times, {len(left_out)} points do not fit")
+        shares = {role: Share(shapes[role], over, COPIES[role]) for role in shapes}
+        attention = {role: compile_kernels(s, *TIMED[role]) for role, s in shares.items()}
+        say("kernels: " + ", ".join(f"{role} {kind}" for role, kind in attention.items()))
+        machine = describe(pair, gpus, share_of, attention)
+        records = resumed(out, machine)
+        if rank == 0 and not (out / "machine.json").exists():
+            date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            out.mkdir(parents=True, exist_ok=True)
+            files.write_json(out / "machine.json", machine | {"date": date, "memory": memory(shapes, over)})
+        heads = {role: functools.cache(functools.partial(head_seconds, share)) for role, share in shares.items()}
+        for group in groups():
+            role, fmt, context = group
+            left = missing(records, shapes, over, group)
+            for batch, new in left.items():
+                cache, table = pages(shares[role], fmt, batch, context)
+                for n in new:
+                    seconds = layers_seconds(shares[role], cache, table, batch, context, n) + heads[role](batch * n)
+                    at = {"kind": role, "batch": batch, "context": context, "new_tokens": n, "kv_format": fmt}
+                    records.append(at | {"seconds": round(seconds, 9)})
+                del cache, table
+            if rank == 0 and left:
+                files.write_text(out / "timings.json", timings_text(records, share_of))
+                say(f"{role} {fmt}, context {context:,}: {sum(map(len, left.values()))} step times")
+    say(f"{len(records)} step times in {out}")
     if gpus > 1:
         dist.destroy_process_group()
 
@@ -227,30 +333,33 @@ def gains(cost: TableCost, fmt: str, batch: int, context: int, alpha: float) -> 
     return (1 + np.concatenate([[0.0], survival(alpha).cumsum()])) * plain / np.array(cycles)
 
 
+def communication(roofline: Roofline, records: Sequence[Timing]) -> np.ndarray:
+    """Seconds that the roofline gives all-reduces and gather in each timed step."""
+    terms = [roofline.terms(r.kind, r.batch, r.context, r.new_tokens, r.kv_format) for r in records]
+    return np.array([t.communication(roofline.efficiency) for t in terms])
+
+
 def page(pair: str, folder: Path) -> None:
     """README.md, calibrated.json and speedup.png from timings.json and machine.json."""
-    machine = json.loads((folder / "machine.json").read_text())
-    records, _ = read_records(str(folder / "timings.json"))
-    table = TableCost(records, "timings.json", {})
+    machine, file = files.read_json(folder / "machine.json"), read_file(str(folder / "timings.json"))
+    records, over = file.records, file.share_of or machine["gpus"]
     found = pairs.find(pair, None, None)
-    shapes = {r: ModelShape.of_registered(s.shape) for r, s in (("target", found.target), ("draft", found.draft))}
+    registered = {"target": found.target.shape, "draft": found.draft.shape}
+    shapes = {role: ModelShape.of_registered(s) for role, s in registered.items()}
     gpu = get_gpu("h200")
-    calibration = fit(records, shapes, gpu, machine["gpus"], "timings.json")
-    roofline = Roofline(gpu, *shapes.values(), machine["gpus"])
-    fitted = Roofline(replace(gpu, efficiency=calibration.efficiency), *shapes.values(), machine["gpus"])
-    factors = asdict(calibration.efficiency)
-    (folder / "calibrated.json").write_text(json.dumps(factors, indent=1) + "\n")
-
-    def error(model: Roofline, r: Timing) -> float:
-        return model.step_time(r.kind, r.batch, r.context, r.new_tokens, r.kv_format) / r.seconds - 1
-
+    calibration = fit(records, shapes, gpu, over, "timings.json", file.share_of)
+    roofline = Roofline(gpu, *shapes.values(), over)
+    fitted = Roofline(gpu, *shapes.values(), over, calibration)
+    files.write_json(folder / "calibrated.json", asdict(calibration.efficiency))
+    before, after = ({key(r): e for r, e in zip(records, errors(m, file), strict=True)} for m in (roofline, fitted))
+    added = communication(fitted, records) if file.share_of else np.zeros(len(records))
+    steps = [r.model_copy(update={"seconds": r.seconds + s}) for r, s in zip(records, added, strict=True)]
+    table = TableCost(steps, "timings.json", {})
+    times = {key(r): r for r in records}
     lines = [
         f"# Step times of {pair}",
         "",
-        f"{machine['gpus']} x {machine['gpu']}, tensor parallel, torch {machine['torch']}, NCCL {machine['nccl']},"
-        f" {machine['date']}; `{machine['command']}`.",
-        "Random weights; a step is one layer's time in CUDA graphs times the layers, plus the LM head: no scheduler, no",
-        "sampler, no launches.",
+        *header(machine, over),
         "",
         "## Memory of one GPU's cache, 8 sequences of 8,192 tokens",
         "",
@@ -261,74 +370,172 @@ def page(pair: str, folder: Path) -> None:
             for m in machine["memory"]
         ),
         "",
-        "## Milliseconds of a step: plain decoding (1 new token) and verification of K = 4 (5), and what the roofline says",
+        *left_out(registered, over),
         "",
-        "| batch x context | "
-        + " | ".join(f"{f}: 1, 5 new (roofline, calibrated)" for f in FORMATS)
-        + " | draft, 1 new |",
-        "| --- |" + " --- |" * (len(FORMATS) + 1),
-    ]
-    times = {(r.kind, r.kv_format, r.batch, r.context, r.new_tokens): r for r in records}
-    for context in CONTEXTS:
-        for batch in BATCHES:
-            cells = []
-            for fmt in FORMATS:
-                mine = [times.get(("target", fmt, batch, context, n)) for n in (1, 5)]
-                shown = [
-                    f"{1e3 * r.seconds:.2f} ({100 * error(roofline, r):+.0f}, {100 * error(fitted, r):+.0f} %)"
-                    for r in mine
-                    if r
-                ]
-                cells.append(", ".join(shown) or "does not fit")
-            draft = times.get(("draft", "bf16", batch, context, 1))
-            cells.append(f"{1e3 * draft.seconds:.2f}" if draft else "")
-            if set(cells[:-1]) != {"does not fit"}:
-                lines.append(f"| {batch} x {context} | " + " | ".join(cells) + " |")
-    e, before = np.array([error(fitted, r) for r in records]), np.array([error(roofline, r) for r in records])
-    lines += [
+        *times_section(times, before, after, file.share_of),
         "",
-        f"Over {len(records)} points the roofline's relative error is {100 * np.sqrt((before**2).mean()):.0f} % (root mean"
-        f" square; largest {100 * np.abs(before).max():.0f} %), calibrated on them {100 * np.sqrt((e**2).mean()):.0f} %"
-        f" ({100 * np.abs(e).max():.0f} %): bandwidth x {factors['bandwidth']:.2f}, matrix rate x {factors['matrix']:.2f},"
-        f" {1e6 * factors['layer_seconds']:.1f} microseconds a layer, {1e6 * factors['step_seconds']:.0f} a step"
-        " (calibrated.json).",
+        *calibration_section(calibration, before, after),
         "",
         "## Best K and speedup over plain decoding in the same format, if each draft is accepted with probability alpha",
         "",
+        *(added_section(calibration, gpu, records, added) if file.share_of else []),
+        *gains_section(table, times),
+        "",
+        "![speedup against K](speedup.png)",
+    ]
+    (folder / "README.md").write_text("\n".join(lines) + "\n")
+    added_note = ", communication by the data sheet" if file.share_of else ""
+    plot(table, times, folder / "speedup.png", f"alpha 0.8, {over} x {machine['gpu']}{added_note}")
+
+
+def key(r: Timing) -> tuple:
+    """What a timing is of."""
+    return r.kind, r.kv_format, r.batch, r.context, r.new_tokens
+
+
+def errors(roofline: Roofline, file: TimingFile) -> np.ndarray:
+    """Relative error of the roofline at every timing: steps beside steps, a share beside the same share."""
+    terms = [roofline.terms(r.kind, r.batch, r.context, r.new_tokens, r.kv_format) for r in file.records]
+    told = [(t.alone if file.share_of else t.seconds)(roofline.efficiency) for t in terms]
+    return np.array(told) / np.array([r.seconds for r in file.records]) - 1
+
+
+def header(machine: dict, over: int) -> list[str]:
+    """What was measured, on what, and what is not in it."""
+    made = (
+        f"torch {machine['torch']}, triton {machine['triton']}, CUDA {machine['cuda']}, NCCL {machine['nccl']},"
+        f" {machine['date']}; `{machine['command']}`."
+    )
+    kernels = ", ".join(f"{role} {kind}" for role, kind in machine["attention"].items())
+    what = (
+        "Random weights; a step is one layer's time in CUDA graphs times the layers, plus the LM head: no scheduler, no"
+        f" sampler, no launches. Attention kernels: {kernels}."
+    )
+    if not machine["share_of"]:
+        return [f"{machine['gpus']} x {machine['gpu']}, tensor parallel, {made}", what]
+    return [
+        f"One {machine['gpu']}, {made}",
+        what,
+        "",
+        f"**Measured is one GPU's share of {over} tensor-parallel GPUs, by itself: heads, KV heads, MLP and vocabulary divided"
+        f" by {over}, no all-reduce and no gather of logits. No step over {over} GPUs was measured.** Step times, memory and the"
+        " roofline's errors here compare share with share; only the last section adds communication, by the data sheet.",
+    ]
+
+
+def left_out(shapes: dict, gpus: int) -> list[str]:
+    """The points that were not measured since a server of these GPUs could not hold them."""
+    found = []
+    for role, fmt, context in groups():
+        if role == "target" and (large := sorted(set(BATCHES) - set(fitting(shapes, gpus, (role, fmt, context))))):
+            found.append(f"{fmt} {', '.join(map(str, large))} x {context}")
+    room = f"{gpus} x {MEMORY / 1e9:.0f} GB"
+    what = f"Not measured, since weights and caches of both models do not fit {room} (batch x context): "
+    return [what + "; ".join(found) + "."] if found else [f"Every point fits {room}."]
+
+
+def times_section(times: dict, before: dict, after: dict, share_of: int | None) -> list[str]:
+    """Times of a step beside the roofline's errors, assumed and calibrated."""
+    whose = f"one GPU's share (1/{share_of}) of a step, without communication" if share_of else "a step"
+    lines = [
+        f"## Milliseconds of {whose}: plain decoding (1 new token) and verification of K = 4 (5)",
+        "",
+        "Behind each time: how far the roofline is off with assumed factors, and calibrated.",
+        "",
+        "| batch x context | " + " | ".join(f"{f}: 1, 5 new" for f in FORMATS) + " | draft, 1 new |",
+        "| --- |" + " --- |" * (len(FORMATS) + 1),
+    ]
+
+    def cell(*at: object) -> str | None:
+        if at not in times:
+            return None
+        return f"{1e3 * times[at].seconds:.2f} ({100 * before[at]:+.0f}, {100 * after[at]:+.0f} %)"
+
+    for context in CONTEXTS:
+        for batch in BATCHES:
+            mine = [[cell("target", fmt, batch, context, n) for n in (1, 5)] for fmt in FORMATS]
+            cells = [", ".join(filter(None, pair)) or "-" for pair in mine]
+            cells.append(cell("draft", "bf16", batch, context, 1) or "-")
+            if set(cells) != {"-"}:
+                lines.append(f"| {batch} x {context} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def calibration_section(calibration: Calibration, before: dict, after: dict) -> list[str]:
+    """Errors over all points and the factors found."""
+    old, new, e = np.array(list(before.values())), np.array(list(after.values())), calibration.efficiency
+    unknown = (
+        f" Not determined by the times: {', '.join(calibration.undetermined)}." if calibration.undetermined else ""
+    )
+    return [
+        f"Over {len(old)} points the roofline's relative error is {100 * np.sqrt((old**2).mean()):.0f} % (root mean"
+        f" square; largest {100 * np.abs(old).max():.0f} %), calibrated on them {100 * np.sqrt((new**2).mean()):.0f} %"
+        f" ({100 * np.abs(new).max():.0f} %): bandwidth x {e.bandwidth:.2f}, matrix rate x {e.matrix:.2f},"
+        f" {1e6 * e.layer_seconds:.1f} microseconds a layer, {1e6 * e.step_seconds:.0f} a step (calibrated.json).{unknown}"
+    ]
+
+
+def added_section(calibration: Calibration, gpu: Gpu, records: Sequence[Timing], added: np.ndarray) -> list[str]:
+    """How the communication in what follows was come by."""
+    e, share = calibration.efficiency, {}
+    for r, s in zip(records, added, strict=True):
+        share.setdefault(r.kind, []).append(s / (s + r.seconds))
+    told = ", ".join(f"{100 * min(x):.0f} to {100 * max(x):.0f} % of a {kind}'s step" for kind, x in share.items())
+    return [
+        f"**Communication here is not measured.** To each share's time is added what the data sheet gives two all-reduces a"
+        f" layer and the gather of the logits: {gpu.link:.0f} GB/s per direction x {e.link:.2f}, and"
+        f" {1e6 * e.reduce_seconds:.0f} microseconds of latency each, both assumed factors. That is {told}.",
+        "",
+    ]
+
+
+def gains_section(table: TableCost, times: dict) -> list[str]:
+    """Best K and its speedup for every point, format and alpha."""
+    lines = [
         "| batch x context | KV cache | " + " | ".join(f"alpha {a}" for a in ALPHAS) + " |",
         "| --- | --- |" + " --- |" * len(ALPHAS),
     ]
     for context in CONTEXTS:
         for batch in BATCHES:
             for fmt in FORMATS:
-                if ("target", fmt, batch, context, 9) in times and ("draft", "bf16", batch, context, 1) in times:
+                if whole(times, fmt, batch, context):
                     curves = [gains(table, fmt, batch, context, a) for a in ALPHAS]
                     best = " | ".join(f"K = {g.argmax()}, {g.max():.2f}" for g in curves)
                     lines.append(f"| {batch} x {context} | {fmt} | {best} |")
-    lines += ["", "![speedup against K](speedup.png)"]
-    (folder / "README.md").write_text("\n".join(lines) + "\n")
-    plot(table, times, folder / "speedup.png")
+    return lines
 
 
-def plot(table: TableCost, times: dict, path: Path) -> None:
-    """Speedup against K at alpha 0.8, a panel per context, a line per batch and format."""
+def whole(times: dict, fmt: str, batch: int, context: int) -> bool:
+    """Whether every time that a speedup curve needs was measured."""
+    return ("draft", "bf16", batch, context, 1) in times and all(
+        ("target", fmt, batch, context, n) in times for n in NEW
+    )
+
+
+def plot(table: TableCost, times: dict, path: Path, title: str) -> None:
+    """Speedup against K at alpha 0.8: a panel per context, a colour per batch, a line style per format."""
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
 
-    figure, axes = plt.subplots(1, len(CONTEXTS), figsize=(13, 4.2), sharey=True)
+    figure, axes = plt.subplots(1, len(CONTEXTS), figsize=(12, 4.2), sharey=True, squeeze=False, layout="constrained")
     styles = dict(zip(FORMATS, ("-", "--", ":"), strict=True))
-    for axis, context in zip(axes, CONTEXTS, strict=True):
-        for colour, batch in enumerate(b for b in BATCHES if b in (1, 8, 32, 64)):
+    colours = {b: f"C{i}" for i, b in enumerate(b for b in BATCHES if b in (1, 8, 16, 32, 64))}
+    for axis, context in zip(axes[0], CONTEXTS, strict=True):
+        for batch, colour in colours.items():
             for fmt, style in styles.items():
-                if ("target", fmt, batch, context, 9) not in times:
-                    continue
-                curve = gains(table, fmt, batch, context, 0.8)
-                axis.plot(range(K_MAX + 1), curve, style, color=f"C{colour}", label=f"batch {batch}, {fmt}")
+                if whole(times, fmt, batch, context):
+                    axis.plot(range(K_MAX + 1), gains(table, fmt, batch, context, 0.8), style, color=colour)
+        axis.axhline(1.0, color="0.6", linewidth=0.8)
         axis.set(title=f"context {context:,}", xlabel="num_speculative_tokens")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=6)
-    axes[0].set_ylabel("speedup over plain decoding, same format (alpha 0.8)")
-    figure.tight_layout()
+    axes[0, 0].set_ylabel("speedup over plain decoding,\nsame format and batch")
+    handles = [Line2D([], [], color=c, label=f"batch {b}") for b, c in colours.items()]
+    handles += [Line2D([], [], color="0.3", linestyle=s, label=f) for f, s in styles.items()]
+    figure.legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -337,13 +544,20 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", default="llama70b-1b")
+    parser.add_argument("--share", type=int, metavar="N", help="measure one GPU's share of N, N >= 2")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--page", type=Path)
     args = parser.parse_args()
-    if args.out:
-        measure(args.pair, args.out)
-    if args.page:
-        page(args.pair, args.page)
+    if args.share is not None and args.share < 2:
+        parser.error("--share N: one GPU's share of at least 2")
+    try:
+        if args.out:
+            measure(args.pair, args.out, args.share)
+        if args.page:
+            page(args.pair, args.page)
+    except SpecqError as error:
+        print(f"step_times: {printable(str(error))}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

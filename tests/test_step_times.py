@@ -1,0 +1,169 @@
+"""Step times of a pair's shape: the whole command on a tiny shape with the kernels interpreted and a clock of its own."""
+
+import json
+
+import numpy as np
+import pytest
+import specq_kernels.bench
+import torch
+from specq_kernels.codec import INTERPRETED
+
+from specq import pairs
+from specq.cost.gpus import get_gpu
+from specq.cost.roofline import Roofline
+from specq.cost.table import TableCost, Timing, read_file
+from specq.errors import SpecqError
+from specq.pairs import Shape, Side
+from specq.shape import ModelShape
+from studies import step_times
+from studies.common import curves
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs the kernels in Triton's interpreter")
+
+SHAPES = {
+    "target": Shape(3, 128, 256, 4, 2, 64, 512, False, positions=4096),
+    "draft": Shape(2, 64, 128, 2, 2, 64, 512, True, positions=4096),
+}
+MACHINE = {
+    "pair": "toy", "gpus": 1, "share_of": 2, "gpu": "NVIDIA H200", "torch": "2", "triton": "3", "cuda": "13", "nccl": "2",
+    "attention": {"target": "triton", "draft": "triton"}, "command": "python studies/step_times.py --pair toy --share 2",
+}  # fmt: skip
+
+
+class Clock:
+    """Runs every call once and says that it took 100 microseconds; stops like Ctrl-C after `patience` measurements."""
+
+    def __init__(self, patience: int = 10**9) -> None:
+        self.left = patience
+
+    def __call__(self, calls, repeats):
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+        for call in calls:
+            assert bool(call().isfinite().all())
+        return 100.0
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """A pair so small that a CPU measures it, at a few points."""
+    pair = pairs.Pair("toy", "", *(Side(role, True, s) for role, s in SHAPES.items()))
+    monkeypatch.setattr(step_times.pairs, "find", lambda *names: pair)
+    monkeypatch.setattr(step_times, "describe", lambda *given: dict(MACHINE))
+    settings = {"DEVICE": "cpu", "BATCHES": (1, 3), "CONTEXTS": (20, 40), "NEW": (1, 2), "K_MAX": 1}
+    for name, value in settings.items():
+        monkeypatch.setattr(step_times, name, value)
+    monkeypatch.setattr(step_times, "TIMED", {"target": (step_times.FORMATS, (1, 2)), "draft": (("bf16",), (1, 2))})
+    return monkeypatch
+
+
+def timed(monkeypatch, out, patience=10**9, share_of=2):
+    monkeypatch.setattr(specq_kernels.bench, "graph_time", Clock(patience))
+    step_times.measure("toy", out, share_of)
+    return read_file(str(out / "timings.json"))
+
+
+def test_a_share_is_measured_resumed_and_never_mixed(toy, tmp_path):
+    """Every point once: layers x the layer's time + the head's. Stopped within a group, the groups before it are kept and
+    the next run adds the rest to the same file as an undisturbed run's; another machine's is refused."""
+    whole = timed(toy, tmp_path / "a")
+    assert whole.share_of == 2 and len(whole.records) == (3 + 1) * 2 * 2 * 2
+    assert {(r.kind, r.seconds) for r in whole.records} == {("target", 4e-4), ("draft", 3e-4)}
+    with pytest.raises(KeyboardInterrupt):
+        timed(toy, tmp_path / "b", patience=20)
+    kept = read_file(str(tmp_path / "b" / "timings.json")).records
+    assert kept == whole.records[:8]  # one group of 2 batches x 2 numbers of tokens, and another
+    assert timed(toy, tmp_path / "b") == whole
+    assert timed(toy, tmp_path / "b", patience=0) == whole  # nothing is left to time
+    toy.setattr(step_times, "describe", lambda *given: MACHINE | {"torch": "3"})
+    with pytest.raises(SpecqError, match=r"measured with torch = 2, here it is 3: give another --out"):
+        timed(toy, tmp_path / "b")
+
+
+def test_what_a_share_holds():
+    """70B over 2: half of the heads, KV heads, MLP columns and vocabulary; all shares together are the model's layer."""
+    whole = pairs.find("llama70b-1b", None, None).target.shape
+    with torch.device("meta"):
+        pass
+    small = Shape(1, 64, 96, 8, 4, 16, 128, False)
+    step_times_device, step_times.DEVICE = step_times.DEVICE, "cpu"
+    try:
+        halves, one = step_times.Share(small, 2, 1), step_times.Share(small, 1, 1)
+    finally:
+        step_times.DEVICE = step_times_device
+    assert (halves.heads, halves.kv_heads) == (4, 2)
+    for name in ("qkv", "out", "up", "down"):
+        assert 2 * halves.layers[0][name].numel() == one.layers[0][name].numel()
+    layer = sum(t.numel() for t in one.layers[0].values())
+    assert layer == small.parameters - 2 * 128 * 64 - 64
+    assert 2 * halves.head.numel() == one.head.numel() == 128 * 64
+    with pytest.raises(SpecqError, match=r"the target's kv_heads \(8\) cannot be divided over 16"):
+        step_times.check_divides({"target": whole}, 16)
+
+
+def synthetic(folder, share_of, efficiency):
+    """Timings of the 70B/1B shape that an H200 of these factors takes, at every point that fits two."""
+    pair = pairs.find("llama70b-1b", None, None)
+    registered = {"target": pair.target.shape, "draft": pair.draft.shape}
+    roofline = Roofline(get_gpu("h200"), *map(ModelShape.of_registered, registered.values()), 2)
+    records = []
+    for role, fmt, context in step_times.groups():
+        for batch in step_times.fitting(registered, 2, (role, fmt, context)):
+            for n in step_times.TIMED[role][1]:
+                terms = roofline.terms(role, batch, context, n, fmt)
+                seconds = (terms.alone if share_of else terms.seconds)(efficiency)
+                at = {"kind": role, "batch": batch, "context": context, "new_tokens": n, "kv_format": fmt}
+                records.append(at | {"seconds": float(seconds)})
+    folder.mkdir()
+    (folder / "timings.json").write_text(step_times.timings_text(records, share_of))
+    sizes = [
+        {"kv_format": f, "batch": 8, "context": 8192, "measured": 1e9, "capacity": 1e9} for f in step_times.FORMATS
+    ]
+    machine = MACHINE | {"share_of": share_of, "gpus": 1 if share_of else 2, "date": "today", "memory": sizes}
+    (folder / "machine.json").write_text(json.dumps(machine))
+    return records, roofline
+
+
+def test_the_page_of_a_share_says_what_was_not_measured(tmp_path):
+    """From times of known factors: errors compare share with share and vanish when calibrated; communication is named as
+    assumed; what does not fit is named; a study's configuration reads the file relative to its folder."""
+    from specq.cost.gpus import Efficiency
+
+    truth = Efficiency(0.7, 0.5, 0.6, 20e-6, 10e-6, 1e-4, "truth")
+    folder = tmp_path / "llama70b-1b"
+    records, roofline = synthetic(folder, 2, truth)
+    step_times.page("llama70b-1b", folder)
+    text = (folder / "README.md").read_text()
+    for says in (
+        "No step over 2 GPUs was measured",
+        "Communication here is not measured",
+        "450 GB/s per direction x 0.60, and 10 microseconds",
+        "one GPU's share (1/2) of a step, without communication",
+        "bf16 64 x 8192; bf16 16, 32, 64 x 32768; fp8_e4m3 32, 64 x 32768",
+        "calibrated on them 0 % (0 %): bandwidth x 0.70, matrix rate x 0.50",
+        "Not determined by the times: link, reduce_seconds",
+    ):
+        assert says in text, says
+    kept = json.loads((folder / "calibrated.json").read_text())
+    assert kept["link"] == 0.6 and "link and reduce_seconds assumed, not measured" in kept["source"]
+    assert (folder / "speedup.png").stat().st_size > 20_000
+    entry = {"pair": "llama70b-1b", "cost": "roofline:2xh200@../llama70b-1b/timings.json"}
+    system = curves.System.of(entry, tmp_path / "llama70b-1b")
+    first = Timing(**records[0])
+    link = roofline.terms("target", 1, 2048, 1, "bf16").communication(get_gpu("h200").efficiency)
+    assert system.cost.step_time("target", 1, 2048, 1, "bf16") == pytest.approx(first.seconds + link, rel=2e-3)
+
+
+def test_the_page_of_whole_steps_adds_nothing(tmp_path):
+    """Tensor-parallel times, all-reduces in them: the same best K as from the table itself, and no word of shares."""
+    from specq.cost.gpus import Efficiency
+
+    records, _ = synthetic(tmp_path / "x", None, Efficiency(0.7, 0.5, 0.4, 20e-6, 15e-6, 1e-4, "truth"))
+    step_times.page("llama70b-1b", tmp_path / "x")
+    text = (tmp_path / "x" / "README.md").read_text()
+    assert "share" not in text and "2 x NVIDIA H200, tensor parallel" in text
+    table = TableCost([Timing(**r) for r in records], "t", {})
+    curve = step_times.gains(table, "fp8_e4m3", 8, 8192, 0.8)
+    assert "| 8 x 8192 | fp8_e4m3 |" in text and f"K = {np.argmax(curve)}, {curve.max():.2f}" in text
+    assert curve[0] == 1.0
