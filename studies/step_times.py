@@ -20,6 +20,7 @@ import functools
 import json
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +49,7 @@ ALPHAS, K_MAX = (0.6, 0.7, 0.8, 0.9), 8
 COPIES = {"target": 2, "draft": 4}  # layers whose weights exist: more bytes than the L2 cache holds
 # formats and new tokens per row; a draft's step has one, or two after a cycle whose drafts were all accepted
 TIMED = {"target": (FORMATS, NEW), "draft": (FORMATS[:1], NEW[:2])}
-DEVICE = "cuda"
+DEVICE, REPEATS = "cuda", 9
 Group = tuple[str, str, int]  # model, KV format, context: what is measured and written together
 
 
@@ -174,7 +175,7 @@ def layers_seconds(share: Share, cache: object, table: object, batch: int, conte
         "cos": angle.cos().bfloat16(), "sin": angle.sin().bfloat16(),
     }  # fmt: skip
     x = torch.randn(batch * new, share.shape.hidden, device=DEVICE, dtype=torch.bfloat16)
-    layer = graph_time([lambda i=i: share.layer(x, i, state) for i in range(max(2, len(share.layers)))], repeats=5)
+    layer = graph_time([lambda i=i: share.layer(x, i, state) for i in range(max(2, len(share.layers)))], REPEATS)
     return layer * share.shape.layers / 1e6
 
 
@@ -183,7 +184,7 @@ def head_seconds(share: Share, tokens: int) -> float:
     from specq_kernels.bench import graph_time
 
     x = torch.randn(tokens, share.shape.hidden, device=DEVICE, dtype=torch.bfloat16)
-    return graph_time([lambda: share.logits(x)] * 2, repeats=5) / 1e6
+    return graph_time([lambda: share.logits(x)] * 2, REPEATS) / 1e6
 
 
 def memory(shapes: dict, gpus: int) -> list[dict]:
@@ -370,7 +371,7 @@ def page(pair: str, folder: Path) -> None:
             for m in machine["memory"]
         ),
         "",
-        *left_out(registered, over),
+        *left_out(registered, over, records),
         "",
         *times_section(times, before, after, file.share_of),
         "",
@@ -378,14 +379,21 @@ def page(pair: str, folder: Path) -> None:
         "",
         "## Best K and speedup over plain decoding in the same format, if each draft is accepted with probability alpha",
         "",
+        f"K up to {K_MAX}; times between {', '.join(map(str, NEW))} new tokens are interpolated; the draft's cache is BF16.",
+        "",
         *(added_section(calibration, gpu, records, added) if file.share_of else []),
         *gains_section(table, times),
         "",
         "![speedup against K](speedup.png)",
     ]
-    (folder / "README.md").write_text("\n".join(lines) + "\n")
+    files.write_text(folder / "README.md", "\n".join(map(wrapped, lines)) + "\n")
     added_note = ", communication by the data sheet" if file.share_of else ""
     plot(table, times, folder / "speedup.png", f"alpha 0.8, {over} x {machine['gpu']}{added_note}")
+
+
+def wrapped(line: str) -> str:
+    """A paragraph at 120 columns; tables, headings and pictures as they are."""
+    return line if line.startswith(("|", "#", "!")) else textwrap.fill(line, 120, break_on_hyphens=False)
 
 
 def key(r: Timing) -> tuple:
@@ -418,20 +426,27 @@ def header(machine: dict, over: int) -> list[str]:
         what,
         "",
         f"**Measured is one GPU's share of {over} tensor-parallel GPUs, by itself: heads, KV heads, MLP and vocabulary divided"
-        f" by {over}, no all-reduce and no gather of logits. No step over {over} GPUs was measured.** Step times, memory and the"
-        " roofline's errors here compare share with share; only the last section adds communication, by the data sheet.",
+        f" by {over}, no all-reduce and no gather of logits. No step over {over} GPUs was measured.** Step times, memory and"
+        " the roofline's errors here compare share with share; only the last section adds communication, by the data sheet.",
     ]
 
 
-def left_out(shapes: dict, gpus: int) -> list[str]:
-    """The points that were not measured since a server of these GPUs could not hold them."""
+def left_out(shapes: dict, gpus: int, records: Sequence[Timing]) -> list[str]:
+    """The points that a server of these GPUs could not hold, and those that a stopped run has not come to."""
     found = []
     for role, fmt, context in groups():
         if role == "target" and (large := sorted(set(BATCHES) - set(fitting(shapes, gpus, (role, fmt, context))))):
             found.append(f"{fmt} {', '.join(map(str, large))} x {context}")
     room = f"{gpus} x {MEMORY / 1e9:.0f} GB"
     what = f"Not measured, since weights and caches of both models do not fit {room} (batch x context): "
-    return [what + "; ".join(found) + "."] if found else [f"Every point fits {room}."]
+    lines = [what + "; ".join(found) + "."] if found else [f"Every point fits {room}."]
+    have = [r.model_dump() for r in records]
+    if later := [g for g in groups() if missing(have, shapes, gpus, g)]:
+        lines += [
+            "",
+            "Not measured yet: " + "; ".join(f"{role} {fmt} at {context}" for role, fmt, context in later) + ".",
+        ]
+    return lines
 
 
 def times_section(times: dict, before: dict, after: dict, share_of: int | None) -> list[str]:
