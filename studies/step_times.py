@@ -49,7 +49,8 @@ ALPHAS, K_MAX = (0.6, 0.7, 0.8, 0.9), 8
 COPIES = {"target": 2, "draft": 4}  # layers whose weights exist: more bytes than the L2 cache holds
 # formats and new tokens per row; a draft's step has one, or two after a cycle whose drafts were all accepted
 TIMED = {"target": (FORMATS, NEW), "draft": (FORMATS[:1], NEW[:2])}
-DEVICE, REPEATS = "cuda", 9
+DEVICE = "cuda"
+CALLS, REPEATS = 16, 9  # layers in one graph, so that its start weighs little, and how often it is timed
 Group = tuple[str, str, int]  # model, KV format, context: what is measured and written together
 
 
@@ -175,7 +176,7 @@ def layers_seconds(share: Share, cache: object, table: object, batch: int, conte
         "cos": angle.cos().bfloat16(), "sin": angle.sin().bfloat16(),
     }  # fmt: skip
     x = torch.randn(batch * new, share.shape.hidden, device=DEVICE, dtype=torch.bfloat16)
-    layer = graph_time([lambda i=i: share.layer(x, i, state) for i in range(max(2, len(share.layers)))], REPEATS)
+    layer = graph_time([lambda i=i: share.layer(x, i, state) for i in range(CALLS)], REPEATS)
     return layer * share.shape.layers / 1e6
 
 
@@ -184,7 +185,7 @@ def head_seconds(share: Share, tokens: int) -> float:
     from specq_kernels.bench import graph_time
 
     x = torch.randn(tokens, share.shape.hidden, device=DEVICE, dtype=torch.bfloat16)
-    return graph_time([lambda: share.logits(x)] * 2, REPEATS) / 1e6
+    return graph_time([lambda: share.logits(x)] * CALLS, REPEATS) / 1e6
 
 
 def memory(shapes: dict, gpus: int) -> list[dict]:
