@@ -138,12 +138,13 @@ def page(made: dict) -> str:
     lines = [
         "# Pairs on a GPU against the CPU",
         "",
-        f"{some['device']}, {some['date']}, torch {some['torch']}, transformers {some['transformers']}; `{made['command']}`.",
+        f"{some['device']}, torch {some['torch']}, transformers {some['transformers']}; `python studies/gpu_check.py`.",
         "Texts sampled on the CPU in float32, scored there and on the GPU; alpha is the acceptance probability of a position.",
     ]
     for name, pair in made["pairs"].items():
         attention = ", ".join(f"{r}: {b['name']}" for r, b in pair["attention"].items())
-        lines += ["", f"## {name}", "", f"{pair['positions']} positions; attention by {attention}.", ""]
+        lines += ["", f"## {name}", "", f"`{pair['command']}`, {pair['environment']['date']}:"]
+        lines += [f"{pair['positions']} positions; attention by {attention}.", ""]
         lines += [
             "| computes in | KV cache | mean alpha, CPU | GPU | mean difference of alpha | of log p | largest | within |"
         ]
@@ -214,12 +215,13 @@ def main() -> None:
             text += scoring(json.loads((args.page / "scoring.json").read_text()))
         (args.page / "README.md").write_text(text)
         return
-    made = {"command": f"python studies/gpu_check.py --prompts {args.prompts}", "tolerance": TOLERANCE, "pairs": {}}
+    made = {"tolerance": TOLERANCE, "pairs": {}}
     if (args.out / "gpu.json").is_file():  # pairs of an earlier run stay
         made = json.loads((args.out / "gpu.json").read_text())
     for pair in args.pair or ["tiny", "gemma270m-ngram"]:
         began = time.perf_counter()
-        made["pairs"][pair] = check(pair, args.prompts, 128, 96)
+        command = f"python studies/gpu_check.py --pair {pair} --prompts {args.prompts}"
+        made["pairs"][pair] = {"command": command} | check(pair, args.prompts, 128, 96)
         print(f"{pair}: {time.perf_counter() - began:.0f} s", flush=True)
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "gpu.json").write_text(json.dumps(made, indent=1) + "\n")
