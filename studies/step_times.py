@@ -480,6 +480,7 @@ def times_section(times: dict, before: dict, after: dict, share_of: int | None) 
 def calibration_section(calibration: Calibration, before: dict, after: dict) -> list[str]:
     """Errors over all points and the factors found."""
     old, new, e = np.array(list(before.values())), np.array(list(after.values())), calibration.efficiency
+    ratios = np.array([format_ratio_error(after, at) for at in after if of_bf16(at) in after and at[1] != "bf16"])
     unknown = (
         f" Not determined by the times: {', '.join(calibration.undetermined)}." if calibration.undetermined else ""
     )
@@ -487,8 +488,26 @@ def calibration_section(calibration: Calibration, before: dict, after: dict) -> 
         f"Over {len(old)} points the roofline's relative error is {100 * np.sqrt((old**2).mean()):.0f} % (root mean"
         f" square; largest {100 * np.abs(old).max():.0f} %), calibrated on them {100 * np.sqrt((new**2).mean()):.0f} %"
         f" ({100 * np.abs(new).max():.0f} %): bandwidth x {e.bandwidth:.2f}, matrix rate x {e.matrix:.2f},"
-        f" {1e6 * e.layer_seconds:.1f} microseconds a layer, {1e6 * e.step_seconds:.0f} a step (calibrated.json).{unknown}"
+        f" {1e6 * e.layer_seconds:.1f} microseconds a layer, {1e6 * e.step_seconds:.0f} a step (calibrated.json).{unknown}",
+        *(
+            [
+                f"What a format changes, the time of a target's step over that with a BF16 cache, it misses by"
+                f" {100 * np.sqrt((ratios**2).mean()):.1f} % (root mean square; largest {100 * np.abs(ratios).max():.0f} %)."
+            ]
+            if len(ratios)
+            else []
+        ),
     ]
+
+
+def of_bf16(at: tuple) -> tuple:
+    """The same step (kind, format, batch, context, new tokens) with a BF16 cache."""
+    return at[0], "bf16", *at[2:]
+
+
+def format_ratio_error(errors: dict, at: tuple) -> float:
+    """Relative error of a step's time over BF16's, from the relative errors of both."""
+    return (1 + errors[at]) / (1 + errors[of_bf16(at)]) - 1
 
 
 def added_section(calibration: Calibration, gpu: Gpu, records: Sequence[Timing], added: np.ndarray) -> list[str]:

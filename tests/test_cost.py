@@ -56,6 +56,16 @@ def test_roofline_counts_bytes_and_operations():
     assert tied == pytest.approx(2 * 1235814400 / 4.8e12, rel=1e-3)  # a tied table is the LM head and is read
 
 
+def test_products_bound_by_arithmetic_still_read_the_cache():
+    """Products and attention run one after the other: 64 x 8 new tokens behind 8192 each bind the products by arithmetic, and
+    FP8 saves the time of half the cache all the same; with 1024 new tokens a row attention is bound by arithmetic too."""
+    r, kept = perfect(), 64 * 80 * 2 * 8 * 128 * 2
+    save = [r.step_time("target", 64, 8192, n, "bf16") - r.step_time("target", 64, 8192, n, "fp8") for n in (8, 1024)]
+    t = r.terms("target", 64, 8192, 8, "bf16")
+    assert t.products > t.weights and t.cache > t.attention
+    assert save == pytest.approx([kept * 8200 / 2 / 4.8e12, 0.0], rel=1e-9, abs=1e-12)
+
+
 def test_tensor_parallel_divides_and_communicates():
     """8 GPUs: an eighth of weights and KV each; two all-reduces of 2 x 7/8 of the hidden states per layer, one gather."""
     one, eight = perfect(), perfect(gpus=8)

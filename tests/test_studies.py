@@ -41,7 +41,7 @@ def claims():
 def test_losing_one_accepted_token_at_one_k(claims):
     """(b): at one K speed goes as mu + 1, so 4.5 -> 3.5 loses 1 / 5.5 of it whatever a cycle costs, on a straight line."""
     assert speed.fixed_k_loss(4.5, 3.5) == pytest.approx(1 / 5.5, abs=1e-15)
-    system = curves.System.of(CONFIG["speed"]["systems"][0], ROOT)
+    system = curves.System.of(CONFIG["speed"]["systems"][0], ROOT / "studies" / "claims")
     at = [system.speedup(curves.alpha_of(mu, 8), 32, 2048, "fp8_e4m3", 8)[8] for mu in (4.5, 4.0, 3.5)]
     assert 1 - at[2] / at[0] == pytest.approx(1 / 5.5, rel=1e-9)
     assert at[0] - at[1] == pytest.approx(at[1] - at[2], rel=1e-9)  # no knee

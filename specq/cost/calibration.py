@@ -12,7 +12,7 @@ factors stay as assumed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -183,5 +183,4 @@ def _efficiency(e: Efficiency, names: Sequence[str], x: np.ndarray) -> Efficienc
 
 
 def _together(parts: Iterable[Terms]) -> Terms:
-    rows = np.array([(t.memory, t.matrix, t.link, t.layers, t.reduces) for t in parts])
-    return Terms(*rows.T)
+    return Terms(*np.array([astuple(t) for t in parts]).T)

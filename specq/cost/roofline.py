@@ -2,16 +2,17 @@
 
 On each of n tensor-parallel GPUs
 
-    time = max(bytes / (bandwidth * eff_b), operations / (matrix rate * eff_m))
-           + layers * layer_seconds + step_seconds + communication
+    time = products + attention + layers * layer_seconds + step_seconds + communication
 
-bytes: the weights a step reads, 1/n of them (the embedding table only where it is also the LM head; of routed experts
-the expected share that the step's tokens touch), and what every row's cache keeps in the format's bytes, scales
-included, windows capped, KV heads replicated where there are fewer than GPUs. operations: 2 per active weight and new
-token, and 4 * heads * head_dim per kept token, layer and new token for attention, 1/n of them. communication: two ring
-all-reduces of the hidden state per layer, 2 (n - 1) / n of its bytes over the link each, and one gather of the logits.
-Williams et al. 2009 (roofline); Shoeybi et al. 2019, arXiv:1909.08053 (two all-reduces per layer). A draft whose heads
-do not divide by n runs on one GPU. `specq.cost.calibration` fits the factors to timings.
+products and attention, which run one after the other, each take max(bytes / (bandwidth * eff_b), operations / (matrix
+rate * eff_m)): a step whose products are bound by arithmetic still reads its caches. products: the weights a step reads,
+1/n of them (the embedding table only where it is also the LM head; of routed experts the expected share that the step's
+tokens touch); 2 operations per active weight and new token. attention: what every row's cache keeps in the format's
+bytes, scales included, windows capped, KV heads replicated where there are fewer than GPUs; 4 * heads * head_dim
+operations per kept token, layer and new token, 1/n of them. communication: two ring all-reduces of the hidden state per
+layer, 2 (n - 1) / n of its bytes over the link each, and one gather of the logits. Williams et al. 2009 (roofline);
+Shoeybi et al. 2019, arXiv:1909.08053 (two all-reduces per layer). A draft whose heads do not divide by n runs on one
+GPU. `specq.cost.calibration` fits the factors to timings.
 """
 
 from dataclasses import asdict, dataclass
@@ -33,10 +34,15 @@ ACTIVATION_BYTES = 2
 
 @dataclass(frozen=True)
 class Terms:
-    """What a step (or an array of steps) is made of: seconds at the data sheet's full rates, and counts."""
+    """What a step (or an array of steps) is made of: seconds at the data sheet's full rates, and counts.
 
-    memory: float | np.ndarray
-    matrix: float | np.ndarray
+    weights, cache: what products and attention read. products, attention: what they compute.
+    """
+
+    weights: float | np.ndarray
+    products: float | np.ndarray
+    cache: float | np.ndarray
+    attention: float | np.ndarray
     link: float | np.ndarray
     layers: int | np.ndarray
     reduces: int | np.ndarray
@@ -47,8 +53,9 @@ class Terms:
 
     def alone(self, e: Efficiency) -> float | np.ndarray:
         """Seconds of one GPU's share, which waits for no other."""
-        work = np.maximum(self.memory / e.bandwidth, self.matrix / e.matrix)
-        return work + self.layers * e.layer_seconds + e.step_seconds
+        products = np.maximum(self.weights / e.bandwidth, self.products / e.matrix)
+        attention = np.maximum(self.cache / e.bandwidth, self.attention / e.matrix)
+        return products + attention + self.layers * e.layer_seconds + e.step_seconds
 
     def communication(self, e: Efficiency) -> float | np.ndarray:
         """Seconds of all-reduces and of the gather; 0 on one GPU."""
@@ -109,14 +116,19 @@ class Roofline:
     def terms(self, kind: Kind, batch: int, context: int, new_tokens: int, kv_format: str) -> Terms:
         """The parts of one step's time, before efficiencies."""
         s, n, tokens = self.shapes[kind], self.over[kind], batch * new_tokens
+        byte, operation = 1 / (self.gpu.bandwidth * 1e9), 1 / (self.gpu.bf16 * 1e12)
         kept = sum(s.kv_bytes(get_format(kv_format), context + new_tokens, n))
-        moved = s.read_weights(tokens) * s.weight_bytes / n + batch * kept
-        attention = 4 * s.heads * (s.latent or s.head_dim) * s.kept(context + new_tokens)
-        work = tokens * (2 * s.active_weights + attention) / n
+        scores = 4 * s.heads * (s.latent or s.head_dim) * s.kept(context + new_tokens)
         sent, reduces = 0.0, 0
         if n > 1:
             share, reduces = (n - 1) / n, 2 * s.depth + 1
             sent = share * tokens * ACTIVATION_BYTES * (2 * s.depth * 2 * s.hidden + s.vocab)
-        gpu = self.gpu
-        rates = moved / (gpu.bandwidth * 1e9), work / (gpu.bf16 * 1e12), sent / (gpu.link * 1e9)
-        return Terms(*rates, s.depth, reduces)
+        return Terms(
+            weights=s.read_weights(tokens) * s.weight_bytes / n * byte,
+            products=2 * s.active_weights * tokens / n * operation,
+            cache=batch * kept * byte,
+            attention=scores * tokens / n * operation,
+            link=sent / (self.gpu.link * 1e9),
+            layers=s.depth,
+            reduces=reduces,
+        )

@@ -69,7 +69,7 @@ def section(config: Mapping[str, Any]) -> str:
         f"Assumptions: mu is what K = {config['k']} accepts, in every format alike; every depth accepts alike (S_k = alpha^k);",
         f"the draft's cache stays BF16; K up to {config['k_max']}, the smallest within 1 % of the best.",
         f"A format that also cost {config['lost']:g} accepted tokens would move K by at most {steps} and take up to",
-        f"{100 * share:.1f} % of the speed. Step times are estimates from data sheets with efficiency factors that are",
+        f"{100 * share:.1f} % of the speed. Step times are a roofline's from data sheets, with efficiency factors that are",
         f"{system.cost.efficiency.source}. At that context this server holds",
         ", ".join(f"{n} sequences in {f}" for f, n in fit.items()) + ".",
         "Other pairs, GPUs and contexts: `specq tune`, or `studies/best_k/config.toml` and `make tables`.",

@@ -9,8 +9,8 @@ TITLE = "# Published claims, put to the test\n"
 ABOUT = """What is commonly written about 8-bit KV caches and speculative decoding, beside what specq measures. *Accepted*
 counts drafted tokens (mu, 0..K per cycle); intervals are 95 %, paired and clustered by document. *Confirmed*: it held in
 every case looked at; *not confirmed here*: in none; *depends*: in some. The pairs are small (22 M and 270 M parameters) and
-run on a CPU, so nothing here says what a 70 B model's acceptance does; sizes and speed of large models are closed forms over
-data-sheet figures, and said to be so.
+run on a CPU, so nothing here says what a 70 B model's acceptance does; sizes of large models are closed forms, their
+speeds rooflines: of data-sheet figures with assumed efficiencies, or calibrated on the step times that their name ends in.
 """
 
 

@@ -1,4 +1,4 @@
-"""Claims about size and speed, judged by closed forms, data-sheet step times and kernels timed on a GPU."""
+"""Claims about size and speed, judged by closed forms, rooflines, and steps and kernels timed on a GPU."""
 
 import itertools
 import json
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specq.cost.table import TimingFile, read_file
 from specq.kv import get_format
 from studies.common.curves import System, alpha_of, best_k
 from studies.common.results import CONFIRMED, REFUTED, Claim, Table, verdict
@@ -26,7 +27,7 @@ def claims(config: Mapping[str, Any], folder: Path) -> list[Claim]:
     return [
         knee(systems, config["batches"], config["k_max"]),
         sizes(systems[0]),
-        short_contexts(systems, config["batches"], config["k"], kernels),
+        short_contexts(systems, config["batches"], config["k"], kernels, read_file(str(folder / config["steps"]))),
         losses(systems, config["batches"], config["k"]),
     ]
 
@@ -96,7 +97,9 @@ def sizes(system: System) -> Claim:
     return Claim("c", "KV sizes of 10.7 GB, 1.34 GB and 42.9 GB, of which 8 bits save 50 %.", said, why, [table])
 
 
-def short_contexts(systems: list[System], batches: list[int], k: int, kernels: Mapping[str, Any]) -> Claim:
+def short_contexts(
+    systems: list[System], batches: list[int], k: int, kernels: Mapping[str, Any], steps: TimingFile
+) -> Claim:
     """(d): what the format does to the time per token under 2k tokens of context, acceptance unchanged."""
     rows, outcome, matters = [], [], set()
     for system, batch, context in itertools.product(systems, batches, SHORT):
@@ -113,16 +116,34 @@ def short_contexts(systems: list[System], batches: list[int], k: int, kernels: M
         f" less than that at batch {', '.join(map(str, free)) or 'none'} in every system, and up to {plain:.0%} of plain"
         f" decoding at batch {batches[-1]}, where K and V of all rows together rival the weights: the whole batch's cache"
         f" counts, not the context of one request. With K = {k} it is at most {max(drafted[4::2]):.0%} (batch {drafted[1]}),"
-        f" and {max(max(r[4::2]) for r in rows if r[1] == batches[-1]):.0%} at batch {batches[-1]}, where by these estimates"
-        " arithmetic fills the cycle. The second table is measured: one layer's attention on a GPU."
+        " since drafting and arithmetic fill part of the cycle. The second and the third table are measured: whole steps of a"
+        " 70B model's half, and one layer's attention, on a GPU."
     )
     table = Table(
-        f"Speed over BF16 by data-sheet step times, plain decoding and K = {k} at equal acceptance:",
+        f"Speed over BF16 by rooflines, plain decoding and K = {k} at equal acceptance:",
         ["system", "batch", "context", "FP8, plain", f"FP8, K = {k}", "INT8, plain", f"INT8, K = {k}"],
         ["", "", ",d", "+.1%", "+.1%", "+.1%", "+.1%"], rows,
     )  # fmt: skip
     claim = "Under 2k tokens of context the KV format does not matter for speed."
-    return Claim("d", claim, verdict(outcome), why, [table, _kernel_table(kernels)])
+    return Claim("d", claim, verdict(outcome), why, [table, _step_table(steps), _kernel_table(kernels)])
+
+
+def _step_table(steps: TimingFile) -> Table:
+    """Target steps at the shortest context that was timed, of plain decoding and of verification of K = 4."""
+    times = {(r.batch, r.new_tokens, r.kv_format): r.seconds for r in steps.records
+             if r.kind == "target" and r.context == SHORT[-1]}  # fmt: skip
+    rows = [
+        [batch, new, *(1e3 * times[batch, new, f] for f in ("bf16", FP8, INT8)),
+         *(times[at] / times[batch, new, f] - 1 for f in (FP8, INT8))]
+        for at in sorted(times) for batch, new, fmt in [at] if fmt == "bf16" and new in (1, 5)
+    ]  # fmt: skip
+    whose = f"one GPU's share of {steps.share_of}, without communication" if steps.share_of else "the whole target"
+    return Table(
+        f"Milliseconds of a step of llama70b at {SHORT[-1]:,} tokens, {whose}, as timed by `studies/step_times.py`"
+        " ([step times](../llama70b-1b/README.md)):",
+        ["batch", "new tokens", "BF16", "FP8", "INT8", "FP8 gains", "INT8 gains"],
+        ["", "", ".2f", ".2f", ".2f", "+.1%", "+.1%"], rows,
+    )  # fmt: skip
 
 
 def _kernel_table(kernels: Mapping[str, Any]) -> Table:
