@@ -6,18 +6,23 @@ from pathlib import Path
 
 import torch
 
-from specq import pairs, parallel, placement, prompts, weights
+from specq import pairs, parallel, placement, prompts
 from specq.config import RolloutConfig, RunConfig
 from specq.errors import SpecqError
+from specq.examine import Examined, examine
+from specq.geometry import geometry_of
 from specq.kv import KVFormat
 from specq.kv.cache import LayerScales
 from specq.kv.calibration import measure_range
-from specq.models import Examined, LoadedModel, Vocabulary, check_pair, examine, geometry_of, load, load_random
+from specq.loading import load, load_random
+from specq.model_config import config_of_side
+from specq.models import LoadedModel
 from specq.ngram import NgramLookup
 from specq.progress import Reporter
 from specq.prompts import Prompt, PromptReport, Record, Text
 from specq.rules import Transform
 from specq.sampling import stream
+from specq.vocabulary import Vocabulary, check_pair
 
 CALIBRATION_PROMPTS = 16
 Scales = dict[tuple[str, str], list[LayerScales]]
@@ -49,7 +54,7 @@ def load_models(config: RunConfig, reporter: Reporter) -> tuple[pairs.Pair, Mode
     sides = {"target": pair.target} | ({"draft": pair.draft} if pair.draft.is_model else {})
     if config.random_weights:
         where = {role: side.source for role, side in sides.items()}
-        configs = {role: weights.config_of_side(side) for role, side in sides.items()}
+        configs = {role: config_of_side(side) for role, side in sides.items()}
         found = {role: Examined(c, geometry_of(c)) for role, c in configs.items()}
         reporter.note(f"building {pair.name} with random weights")
     else:

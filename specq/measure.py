@@ -17,12 +17,13 @@ import transformers
 
 from specq import __version__, files, shards
 from specq.analysis import NULL
-from specq.checkpoint import fingerprint
 from specq.config import RunConfig, identity
+from specq.fingerprint import fingerprint
+from specq.geometry import Geometry
 from specq.inputs import Models
 from specq.kv.calibration import KVRange
 from specq.memory import Fits
-from specq.models import Geometry, LoadedModel
+from specq.models import LoadedModel
 from specq.progress import Reporter
 from specq.prompts import Prompt, Text
 from specq.replay import Arm, ArmScores, Pass, ReplayResult, Room, Setting, score_texts

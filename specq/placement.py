@@ -12,6 +12,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from specq.errors import SpecqError
+from specq.geometry import Geometry
 from specq.parallel import Share
 
 AUTO = "auto"
@@ -76,7 +77,7 @@ def refuse_left_over(name: str, model: torch.nn.Module) -> None:
         raise SpecqError(f"{name} does not fit the GPUs here: transformers would leave parts of it to the {left[0]}")
 
 
-def split(name: str, config: Any, geometry: Any, share: Share, device: str) -> dict[str, Any]:  # noqa: ANN401
+def split(name: str, config: Any, geometry: Geometry, share: Share, device: str) -> dict[str, Any]:  # noqa: ANN401
     """Arguments that make `from_pretrained` keep this process's share of a model, by transformers' plan for it.
 
     Raises SpecqError where there is no plan, where heads do not divide, and where `--device` and GPUs contradict.

@@ -19,8 +19,10 @@ from specq.conclude import decision_block
 from specq.config import DRAWS, RunConfig
 from specq.coupling import shared_tokens, widening
 from specq.kv import get_format
+from specq.kv.checkpoint_scales import ignored_scales
 from specq.models import LoadedModel
 from specq.prompts import Prompt, PromptReport
+from specq.quantization import kv_cache_format, weight_quantization
 from specq.rules import Rule
 from specq.stats import significant
 
@@ -163,9 +165,9 @@ def describe(name: str, model: LoadedModel, config: RunConfig) -> dict:
         "shape": model.shape.as_dict(),
         "checkpoint_dtype": model.checkpoint_dtype,
         "stored_dtype": checkpoint and checkpoint.stored_dtype,
-        "weight_quantization": checkpoint and checkpoint.weight_quantization,
-        "kv_cache_scheme": checkpoint and checkpoint.kv_cache_format,
-        "kv_scales_ignored": checkpoint.ignored_scales if checkpoint else [],
+        "weight_quantization": checkpoint and weight_quantization(checkpoint),
+        "kv_cache_scheme": checkpoint and kv_cache_format(checkpoint),
+        "kv_scales_ignored": ignored_scales(checkpoint) if checkpoint else [],
         "generation_config": model.sampling_defaults,
         "eos_token_ids": sorted(model.eos_ids),
         "compute_dtype": str(model.compute_dtype).removeprefix("torch."),

@@ -4,18 +4,21 @@ Rule (DESIGN section 6): the smallest K whose paired bootstrap log-ratio to the 
 at most 1 %. K = 0 means plain decoding. K beyond what was measured is never recommended.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from scipy.special import ndtri, stdtr  # the normal's quantile, Student's distribution
 
 from specq.cost import CostModel, Operating, cycle_time_draws, cycle_times, speedup
 from specq.stats import LEVEL
 
 MAX_LOSS = 0.01
-# half-widths between the truth and a border for which four studies of five decide: (1.96 + 0.84) / 1.96
-POWER = 2.8 / 1.96
+POWER = 0.8  # of later studies that the prompts asked for shall decide: four of five
+MOST = 10**9  # prompts; what these do not decide, no number does
+NORMAL = float(ndtri((1 + LEVEL) / 2))  # standard errors in half an interval
 
 
 def quantile_interval(draws: np.ndarray) -> list[float]:
@@ -171,20 +174,34 @@ def pays(value: float, interval: list[float]) -> str:
 
 
 def more_prompts(documents: int, pay: float, interval: list[float], timing: float) -> int | None:
-    """How many more prompts would decide in four studies of five, were `pay` the truth; None where no number would.
+    """How many more prompts would decide in four studies of five like this one; None where no number would.
 
-    The prompts' part of the half-width falls as the root of their number, that of the timings (`timing`) stays. What is
-    allowed is the distance to the nearest border of the rule (1 from either side, or 1 - MAX_LOSS for a format that loses
-    nothing), less what a study's own estimate strays in one of five.
+    `pay` and its `interval` come from `documents` prompts; `timing` is the half-width that the timings' noise alone gives.
+    Where the truth lies is what such a study does not know, so `pay` does not stand for it: with `pay` as the truth and 2.8
+    standard errors to the nearest border, 67 to 96 % of later studies would decide, by where it fell. This is the number
+    whose predictive power is POWER (Spiegelhalter, Abrams & Myles 2004, section 6.5; assurance in O'Hagan et al. 2005): the
+    truth is Student's t around `pay`; a later study scatters around the truth, with a half-width h of its own, and decides
+    where it clears a border of `pays` by h. The prompts' part of h falls as the root of their number, the timings' stays.
+
+    The share is over all that the truth may be, each as likely before the study as any other. A truth beside a border
+    takes more than this number and is decided less often, one far from it more often.
     """
     half = (interval[1] - interval[0]) / 2
     if not np.isfinite(half):
         return None
-    allowed = max(abs(pay - 1), pay - (1 - MAX_LOSS) if pay >= 1 - MAX_LOSS / 2 else 0.0) / POWER
-    if allowed <= timing:
+    prompts = (half**2 - timing**2) * documents / (documents - 1)  # a bootstrap's variance is divided by D, not D - 1
+
+    def power(number: int) -> float:
+        own = np.sqrt(prompts * documents / number + timing**2)
+        spread = np.sqrt(prompts + timing**2 + own**2) / NORMAL
+        yes, no = min(1 + own, max(1 - MAX_LOSS + own, 1 - MAX_LOSS / 2)), 1 - own
+        open_ = stdtr(documents - 1, (yes - pay) / spread) - stdtr(documents - 1, (no - pay) / spread)
+        return 1 - max(0.0, open_)
+
+    if power(MOST) < POWER:
         return None
-    needed = documents * (half**2 - timing**2) / (allowed**2 - timing**2)
-    return max(1, int(np.ceil(needed - 1e-6)) - documents)
+    numbers = range(documents + 1, MOST + 1)
+    return numbers[bisect_left(numbers, POWER, key=power)] - documents
 
 
 def schedule(best_by_batch: Sequence[tuple[int, int]]) -> list[list[int]]:

@@ -12,11 +12,17 @@ import torch
 from conftest import CONFIGS, FLOAT32, VOCAB, edit_json, save_model
 from safetensors.torch import load_file, save_file
 
-from specq.checkpoint import fingerprint, open_checkpoint, read_header
+from specq.checkpoint import open_checkpoint
 from specq.command import resolve
 from specq.config import StudyConfig
 from specq.errors import SpecqError
-from specq.models import check_pair, examine, geometry_of, load
+from specq.examine import examine
+from specq.fingerprint import fingerprint
+from specq.geometry import geometry_of
+from specq.loading import load
+from specq.quantization import kv_cache_format, weight_quantization
+from specq.vocabulary import check_pair
+from specq.weight_files import read_header
 
 
 @pytest.fixture
@@ -331,9 +337,9 @@ def test_q17_auto_means_what_the_checkpoint_asks_for(tmp_path, model):
     assert resolve(options(**pair), ["bf16"])[0].dtypes == ("bf16",)
     loaded = load(str(model))
     assert any("auto means that format here" in n for n in loaded.notes)
-    assert loaded.checkpoint.kv_cache_format == "fp8_e4m3" and loaded.checkpoint.weight_quantization is None
+    assert kv_cache_format(loaded.checkpoint) == "fp8_e4m3" and weight_quantization(loaded.checkpoint) is None
     edit_json(model / "config.json", quantization_config={"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"})
-    assert load(str(model)).checkpoint.kv_cache_format == "fp8_e4m3"
+    assert kv_cache_format(load(str(model)).checkpoint) == "fp8_e4m3"
 
 
 @pytest.mark.parametrize("key", ["kv_lora_rank", "qk_rope_head_dim"])
@@ -467,7 +473,7 @@ def test_pairs_are_checked_before_weights(tmp_path, model):
 
 def test_the_fingerprint_is_of_content(tmp_path, model, monkeypatch):
     """Copies have the fingerprint of the original; changed weights, configs or templates have another, large files too."""
-    from specq import checkpoint as module
+    from specq import fingerprint as module
 
     def of(path):
         return fingerprint(open_checkpoint(path))

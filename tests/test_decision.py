@@ -20,7 +20,7 @@ from specq.report.schema import Recommendation
 from specq.rules import Rule, Transform
 from specq.sensitivity import sensitivity, shifted
 from specq.shape import ModelShape
-from specq.tune import kept_k_loss, more_prompts, pays, speed_curve
+from specq.tune import kept_k_loss, speed_curve
 from specq.verdicts import strict_slo
 
 FP8 = get_format("fp8")
@@ -309,38 +309,6 @@ def test_throughput_joins_a_cheaper_cycle_and_a_larger_batch():
 # ---------------------------------------------------------------- measure more
 
 SPREAD = np.linspace(0.9, 1.1, 9)  # repeats of a noisy timing; their median is the truth
-
-
-def test_more_prompts_shrink_the_interval_to_the_border():
-    """Half-width falls as the root of the number of prompts: 1.02 +- 0.04 with 30 prompts is on the border with 4 times as
-    many, and decides in four studies of five with (2.8 / 1.96)^2 = 2.04 times that."""
-    power = (2.8 / 1.96) ** 2
-
-    def needed(value):
-        return pytest.approx(30 * value - 30, abs=1)
-
-    low = 0.01 + 1e-12  # of 1.02, the distance to 1 - 1 % is 0.03
-    assert more_prompts(30, 1.02, [0.98, 1.06], 0.0) == needed((0.04 / 0.03) ** 2 * power)
-    assert more_prompts(30, 0.98, [0.94, 1.02], 0.0) == needed((0.04 / 0.02) ** 2 * power)
-    assert more_prompts(30, 1.0, [0.96, 1.04], 0.0) == needed((0.04 / low) ** 2 * power)
-    assert more_prompts(30, 1.02, [0.98, 1.06], 0.025) is None  # the timings' noise alone is wider
-    assert more_prompts(30, 1.02, [0.98, 1.06], 0.01) == needed((16 - 1) / (9 / power - 1))
-    assert more_prompts(1, 1.0, [np.nan, np.nan], 0.0) is None
-
-
-def test_that_many_more_prompts_do_decide():
-    """Simulated: documents with a noisy true gain of 2 %. With the number asked for, four of five repeated studies decide;
-    with the 30 there were, far fewer."""
-    rng = np.random.default_rng(2)
-
-    def decided(documents):
-        gains = rng.normal(1.02, 0.11, (300, documents))
-        half = 1.96 * gains.std(1, ddof=1) / np.sqrt(documents)
-        means = gains.mean(1)
-        return np.mean([pays(m, [m - h, m + h]) != "open" for m, h in zip(means, half, strict=True)])
-
-    more = more_prompts(30, 1.02, [1.02 - 0.0394, 1.02 + 0.0394], 0.0)
-    assert decided(30) < 0.45 and decided(30 + more) == pytest.approx(0.8, abs=0.06)
 
 
 def test_measure_more_says_how_many():

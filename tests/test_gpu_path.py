@@ -16,13 +16,14 @@ from specq import models, scoring
 from specq.kv import get_format
 from specq.kv.cache import LayerScales
 from specq.kv.paged import Backend, PagedLayer
-from specq.models import Vocabulary, load
+from specq.loading import load
 from specq.ngram import NgramLookup
 from specq.prompts import Prompt, Text
 from specq.replay import ALTERNATIVE, Arm, Room, Setting, score_texts
 from specq.rollout import roll_out
 from specq.rules import Rule, Transform
 from specq.texts import sample_texts
+from specq.vocabulary import Vocabulary
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

@@ -15,16 +15,17 @@ import pytest
 import torch
 from conftest import CONFIGS, FLOAT32, save_model
 
-from specq import models, parallel, placement
+from specq import parallel, placement
 from specq.acceptance import Rule
 from specq.errors import SpecqError
 from specq.kv import get_format
 from specq.kv.calibration import measure_range
-from specq.models import load, load_random
+from specq.loading import load, load_random
 from specq.prompts import Prompt
 from specq.replay import Arm, Setting, score_texts
 from specq.rollout import roll_out
 from specq.sampling import Transform
+from specq.vocabulary import check_pair
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
 forked = pytest.mark.skipif(torch.cuda.is_available(), reason="transformers would split the model over GPUs")
@@ -142,7 +143,7 @@ def test_the_embedded_pair_split_over_two_processes(tiny_pair):
     """Rollout and replay of the embedded pair, the target on two ranks and the draft whole on rank 0: the same texts and
     cycles, alpha and log p to float32 rounding, and the bytes per token of the whole cache."""
     source, draft = tiny_pair[0].name, tiny_pair[1]
-    vocabulary = models.check_pair(*tiny_pair)
+    vocabulary = check_pair(*tiny_pair)
     prompts = [Prompt(f"p{i}", f"p{i}", None, tuple(range(100 + i, 130 + 3 * i))) for i in range(3)]
     setting = Setting(Transform(), Transform(), Rule(), vocabulary, seed=5)
     arm = Arm.of(FLOAT32, FLOAT32)

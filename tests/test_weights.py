@@ -10,13 +10,17 @@ from test_study import SMALL, strict_json
 from transformers import AutoModelForCausalLM
 
 from specq import pairs
-from specq.checkpoint import auto_kv_format, fingerprint, open_checkpoint
+from specq.checkpoint import open_checkpoint
 from specq.errors import SpecqError
+from specq.fingerprint import fingerprint
+from specq.geometry import geometry_of
 from specq.kv import get_format
-from specq.models import geometry_of, load, load_random
+from specq.loading import load, load_random
+from specq.model_config import config_of_side
+from specq.pairs import packaged_gguf
+from specq.quantization import auto_kv_format, weight_quantization
 from specq.replay import Arm
 from specq.rollout import roll_out
-from specq.weights import config_of_side, packaged_gguf
 
 BF16 = get_format("bf16")
 
@@ -53,13 +57,13 @@ def test_weight_quantization_is_named(tmp_path):
     """The report's name of a quantization: the method that config.json states, GGUF with its file, none for plain floats or
     where only the cache is concerned."""
     path = save_model(tmp_path / "m")
-    assert open_checkpoint(path).weight_quantization is None
+    assert weight_quantization(open_checkpoint(path)) is None
     edit_json(path / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    assert open_checkpoint(path).weight_quantization == "gptq"
+    assert weight_quantization(open_checkpoint(path)) == "gptq"
     edit_json(path / "config.json", quantization_config={"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"})
-    assert open_checkpoint(path).weight_quantization is None
+    assert weight_quantization(open_checkpoint(path)) is None
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF" + bytes(20))
-    assert "GGUF (model-q4), dequantized" in open_checkpoint(tmp_path / "model-q4.gguf").weight_quantization
+    assert "GGUF (model-q4), dequantized" in weight_quantization(open_checkpoint(tmp_path / "model-q4.gguf"))
 
 
 def test_gguf_files_are_checked_before_they_are_read(tmp_path):

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from specq import pairs
-from specq.models import LoadedModel, load
+from specq.loading import load
+from specq.models import LoadedModel
 
 CHANNELS, HEAD = (5, 11), 0
 
