@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specq.models import LoadedModel
+    from specq.models.loaded import LoadedModel
     from specq.prompts import Text
 
 

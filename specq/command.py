@@ -9,13 +9,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from specq import files, from_server, pairs
-from specq.checkpoint import open_checkpoint
 from specq.config import StudyConfig, file_digest, make_config, same_study, validated
 from specq.errors import SpecqError, printable
-from specq.fingerprint import fingerprint
-from specq.model_directory import read_json_object
+from specq.models.checkpoint import open_checkpoint
+from specq.models.directory import read_json_object
+from specq.models.fingerprint import fingerprint
+from specq.models.quantization import auto_kv_format
 from specq.progress import Reporter
-from specq.quantization import auto_kv_format
 from specq.report.schema import Recommendation
 from specq.terminal import Terminal
 from specq.vllm_options import parse_version

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from specq.models import LoadedModel
+from specq.models.loaded import LoadedModel
 from specq.ngram import NgramIndex, NgramLookup
 from specq.replay import Pass, Setting
 from specq.sampling import fit_width, inverse_cdf, log_probs

@@ -9,20 +9,20 @@ import torch
 from specq import pairs, parallel, placement, prompts
 from specq.config import RolloutConfig, RunConfig
 from specq.errors import SpecqError
-from specq.examine import Examined, examine
-from specq.geometry import geometry_of
 from specq.kv import KVFormat
 from specq.kv.cache import LayerScales
 from specq.kv.calibration import measure_range
-from specq.loading import load, load_random
-from specq.model_config import config_of_side
-from specq.models import LoadedModel
+from specq.models.config import config_of_side
+from specq.models.examine import Examined, examine
+from specq.models.geometry import geometry_of
+from specq.models.loaded import LoadedModel
+from specq.models.loading import load, load_random
+from specq.models.vocabulary import Vocabulary, check_pair
 from specq.ngram import NgramLookup
 from specq.progress import Reporter
 from specq.prompts import Prompt, PromptReport, Record, Text
 from specq.rules import Transform
 from specq.sampling import stream
-from specq.vocabulary import Vocabulary, check_pair
 
 CALIBRATION_PROMPTS = 16
 Scales = dict[tuple[str, str], list[LayerScales]]

@@ -18,12 +18,12 @@ import transformers
 from specq import __version__, files, shards
 from specq.analysis import NULL
 from specq.config import RunConfig, identity
-from specq.fingerprint import fingerprint
-from specq.geometry import Geometry
 from specq.inputs import Models
 from specq.kv.calibration import KVRange
 from specq.memory import Fits
-from specq.models import LoadedModel
+from specq.models.fingerprint import fingerprint
+from specq.models.geometry import Geometry
+from specq.models.loaded import LoadedModel
 from specq.progress import Reporter
 from specq.prompts import Prompt, Text
 from specq.replay import Arm, ArmScores, Pass, ReplayResult, Room, Setting, score_texts

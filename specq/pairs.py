@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specq.checkpoint import open_checkpoint
 from specq.errors import SpecqError
+from specq.models.checkpoint import open_checkpoint
 
 _PACKAGE = Path(__file__).parent
 _CHECKOUT = _PACKAGE.parent / "studies"

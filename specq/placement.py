@@ -12,7 +12,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from specq.errors import SpecqError
-from specq.geometry import Geometry
+from specq.models.geometry import Geometry
 from specq.parallel import Share
 
 AUTO = "auto"

@@ -18,13 +18,13 @@ from specq.errors import SpecqError
 from specq.kv import KVFormat
 from specq.kv.cache import LayerScales, QuantizedCache
 from specq.kv.calibration import KVRange
-from specq.models import LoadedModel
+from specq.models.loaded import LoadedModel
+from specq.models.vocabulary import Vocabulary
 from specq.ngram import NgramLookup, proposals_along
 from specq.prompts import Text
 from specq.rules import Rule, Transform
 from specq.sampling import stream
 from specq.scoring import DEPTH_COLUMNS, Positions, score
-from specq.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)

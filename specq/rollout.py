@@ -21,7 +21,7 @@ from specq.acceptance import Rule, verify_cycle
 from specq.clock import Clock
 from specq.drafts import Drafter, ModelDrafter, NanDraft, NgramDrafter, Proposal
 from specq.errors import SpecqError
-from specq.models import LoadedModel
+from specq.models.loaded import LoadedModel
 from specq.ngram import NgramLookup
 from specq.prompts import Prompt
 from specq.replay import Arm, Setting

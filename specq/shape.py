@@ -185,8 +185,8 @@ def shape_of_source(source: str) -> ModelShape:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from specq.model_config import read_config
-    from specq.model_directory import read_json_object
+    from specq.models.config import read_config
+    from specq.models.directory import read_json_object
 
     local = Path(source).is_dir()
     config = read_config(source, read_json_object(Path(source) / "config.json") if local else {}, local=local)

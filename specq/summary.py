@@ -20,9 +20,9 @@ from specq.config import DRAWS, RunConfig
 from specq.coupling import shared_tokens, widening
 from specq.kv import get_format
 from specq.kv.checkpoint_scales import ignored_scales
-from specq.models import LoadedModel
+from specq.models.loaded import LoadedModel
+from specq.models.quantization import kv_cache_format, weight_quantization
 from specq.prompts import Prompt, PromptReport
-from specq.quantization import kv_cache_format, weight_quantization
 from specq.rules import Rule
 from specq.stats import significant
 

@@ -11,7 +11,7 @@ import torch
 from specq.errors import SpecqError
 from specq.kv import KVFormat
 from specq.kv.cache import LayerScales
-from specq.models import LoadedModel
+from specq.models.loaded import LoadedModel
 from specq.prompts import Prompt, Text
 from specq.sampling import Transform, fit_width, gumbel_choice, log_probs, stream
 

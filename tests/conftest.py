@@ -28,7 +28,7 @@ from transformers import (
 
 from specq import pairs
 from specq.kv.base import Codec, KVFormat
-from specq.loading import load
+from specq.models.loading import load
 
 NEEDS_VLLM = ["test_vllm_engine.py"]
 collect_ignore = [] if importlib.util.find_spec("vllm") else NEEDS_VLLM

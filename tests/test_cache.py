@@ -10,7 +10,7 @@ from specq.kv import FORMATS, get_format
 from specq.kv.attention import LazyMask, attend_in_pieces, attention
 from specq.kv.base import E4M3
 from specq.kv.cache import LayerScales, QuantizedCache
-from specq.loading import load
+from specq.models.loading import load
 
 BF16 = get_format("bf16")
 

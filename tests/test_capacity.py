@@ -131,7 +131,7 @@ def test_a_registered_model_keeps_its_windows():
     kept = 3 * 32768 + 15 * 512
     assert ModelShape.of_registered(shape).kept(32768) == kept
     assert sum(ModelShape.of_registered(shape).kv_bytes(BF16, 32768)) == shape.kv_bytes(32768) == 2 * kept * 256 * 2
-    from specq.model_config import config_of_side
+    from specq.models.config import config_of_side
 
     built = attention_layers(config_of_side(pairs.find("gemma270m-ngram", None, None).target))
     assert dict(built) == dict(shape.layer_windows)

@@ -12,17 +12,17 @@ import torch
 from conftest import CONFIGS, FLOAT32, VOCAB, edit_json, save_model
 from safetensors.torch import load_file, save_file
 
-from specq.checkpoint import open_checkpoint
 from specq.command import resolve
 from specq.config import StudyConfig
 from specq.errors import SpecqError
-from specq.examine import examine
-from specq.fingerprint import fingerprint
-from specq.geometry import geometry_of
-from specq.loading import load
-from specq.quantization import kv_cache_format, weight_quantization
-from specq.vocabulary import check_pair
-from specq.weight_files import read_header
+from specq.models.checkpoint import open_checkpoint
+from specq.models.examine import examine
+from specq.models.fingerprint import fingerprint
+from specq.models.geometry import geometry_of
+from specq.models.loading import load
+from specq.models.quantization import kv_cache_format, weight_quantization
+from specq.models.vocabulary import check_pair
+from specq.models.weight_files import read_header
 
 
 @pytest.fixture
@@ -473,7 +473,7 @@ def test_pairs_are_checked_before_weights(tmp_path, model):
 
 def test_the_fingerprint_is_of_content(tmp_path, model, monkeypatch):
     """Copies have the fingerprint of the original; changed weights, configs or templates have another, large files too."""
-    from specq import fingerprint as module
+    from specq.models import fingerprint as module
 
     def of(path):
         return fingerprint(open_checkpoint(path))

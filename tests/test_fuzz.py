@@ -24,17 +24,17 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer
 
 from specq import records
-from specq.checkpoint import Checkpoint, open_checkpoint
 from specq.config import StudyConfig, make_config
 from specq.engines.metrics import command as metrics
 from specq.engines.metrics.summary import summarise
 from specq.engines.metrics.text import COUNTERS, PER_POSITION, PREFIX
 from specq.errors import SpecqError
-from specq.examine import examine
 from specq.kv.checkpoint_scales import ignored_scales
-from specq.loading import load
+from specq.models.checkpoint import Checkpoint, open_checkpoint
+from specq.models.examine import examine
+from specq.models.loading import load
+from specq.models.weight_files import BITS, read_header
 from specq.prompts import encode_prompts, read_records
-from specq.weight_files import BITS, read_header
 
 TOTAL = int(os.environ.get("SPECQ_FUZZ", "0"))
 SHARES = {"prompt files": 0.38, "chat and ids": 0.1, "parquet": 0.06, "options": 0.1, "config.json": 0.1, "loading": 0.01,

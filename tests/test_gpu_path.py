@@ -12,18 +12,19 @@ from conftest import save_model
 pytest.importorskip("triton")
 from specq_kernels.codec import INTERPRETED  # noqa: E402
 
-from specq import models, scoring
+from specq import scoring  # noqa: E402
 from specq.kv import get_format
 from specq.kv.cache import LayerScales
 from specq.kv.paged import Backend, PagedLayer
-from specq.loading import load
+from specq.models import loaded  # noqa: E402
+from specq.models.loading import load
+from specq.models.vocabulary import Vocabulary
 from specq.ngram import NgramLookup
 from specq.prompts import Prompt, Text
 from specq.replay import ALTERNATIVE, Arm, Room, Setting, score_texts
 from specq.rollout import roll_out
 from specq.rules import Rule, Transform
 from specq.texts import sample_texts
-from specq.vocabulary import Vocabulary
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -65,7 +66,7 @@ def gpu(monkeypatch):
     def turn():
         monkeypatch.setattr(Room, "on", classmethod(lambda cls, device: cls(60, 1 << 12, 1 << 14, 1 << 12, 5 * SIZE)))
         monkeypatch.setattr(scoring, "kernels_run_on", lambda device: True)
-        monkeypatch.setattr(models, "kernel_backend", lambda *a: Backend("triton", ""))
+        monkeypatch.setattr(loaded, "kernel_backend", lambda *a: Backend("triton", ""))
         monkeypatch.setattr(PagedLayer, "read", _only_for_ranges(PagedLayer.read))
 
     return turn

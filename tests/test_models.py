@@ -6,15 +6,15 @@ from conftest import FLOAT32, VOCAB, edit_json, save_model
 from safetensors.torch import load_file, save_file
 
 from specq.errors import SpecqError
-from specq.geometry import geometry_of
 from specq.kv import get_format
-from specq.loading import load, load_random
+from specq.models.geometry import geometry_of
+from specq.models.loading import load, load_random
+from specq.models.vocabulary import check_pair
 from specq.prompts import Prompt, Text
 from specq.replay import Arm, Setting, score_texts
 from specq.rules import Rule, Transform
 from specq.sampling import fit_width, log_probs
 from specq.texts import sample_texts
-from specq.vocabulary import check_pair
 
 BF16 = get_format("bf16")
 WORDS = ["<s>", "</s>", *(f"w{i}" for i in range(2, 15))]  # a tokenizer of 15 ids

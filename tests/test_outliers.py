@@ -12,7 +12,8 @@ from specq.acceptance import Rule
 from specq.command import resolve
 from specq.kv import get_format
 from specq.kv.calibration import KVRange, measure_range
-from specq.loading import load
+from specq.models.loading import load
+from specq.models.vocabulary import check_pair
 from specq.outliers import OUTLIER_RATIO, find_outliers
 from specq.progress import Reporter
 from specq.prompts import encode_prompts, read_records
@@ -20,7 +21,6 @@ from specq.replay import Arm, Setting, score_texts
 from specq.sampling import Transform
 from specq.study import run_study
 from specq.texts import sample_texts
-from specq.vocabulary import check_pair
 from studies.common.stress import CHANNELS, HEAD, add_outliers
 
 BF16 = get_format("bf16")

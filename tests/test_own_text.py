@@ -11,7 +11,7 @@ from specq.analysis import NULL
 from specq.command import resolve
 from specq.coupling import beginning, shared_tokens
 from specq.kv import get_format
-from specq.loading import load
+from specq.models.loading import load
 from specq.progress import Reporter
 from specq.replay import ALTERNATIVE, STANDARD
 from specq.sampling import Transform

@@ -17,7 +17,7 @@ from specq.kv import FORMATS, get_format
 from specq.kv.attention import LazyMask
 from specq.kv.cache import LayerScales, QuantizedCache, QuantizedLayer
 from specq.kv.paged import PagedLayer, kernel_backend
-from specq.loading import load
+from specq.models.loading import load
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

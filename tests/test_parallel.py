@@ -20,12 +20,12 @@ from specq.acceptance import Rule
 from specq.errors import SpecqError
 from specq.kv import get_format
 from specq.kv.calibration import measure_range
-from specq.loading import load, load_random
+from specq.models.loading import load, load_random
+from specq.models.vocabulary import check_pair
 from specq.prompts import Prompt
 from specq.replay import Arm, Setting, score_texts
 from specq.rollout import roll_out
 from specq.sampling import Transform
-from specq.vocabulary import check_pair
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
 forked = pytest.mark.skipif(torch.cuda.is_available(), reason="transformers would split the model over GPUs")

@@ -14,14 +14,14 @@ from specq.errors import SpecqError
 from specq.kv import get_format
 from specq.kv.cache import LayerScales
 from specq.kv.paged import Backend
-from specq.loading import load
-from specq.models import LoadedModel
+from specq.models.loaded import LoadedModel
+from specq.models.loading import load
+from specq.models.vocabulary import Vocabulary
 from specq.ngram import NgramLookup
 from specq.prompts import Prompt, Text
 from specq.replay import ALTERNATIVE, Arm, Room, Setting, batches, score_texts
 from specq.rules import Rule, Transform
 from specq.texts import sample_texts
-from specq.vocabulary import Vocabulary
 
 BF16, FP8, INT8 = (get_format(n) for n in ("bf16", "fp8", "int8"))
 BASE = Arm.of(BF16, BF16)

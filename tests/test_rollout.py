@@ -14,15 +14,15 @@ from specq.errors import SpecqError
 from specq.kv import FORMATS, get_format
 from specq.kv.calibration import measure_range
 from specq.kv.paged import Backend
-from specq.loading import load
-from specq.models import LoadedModel
+from specq.models.loaded import LoadedModel
+from specq.models.loading import load
+from specq.models.vocabulary import Vocabulary
 from specq.ngram import NgramLookup
 from specq.prompts import Prompt
 from specq.replay import Arm, Setting, score_texts
 from specq.rollout import roll_out
 from specq.sampling import Transform, log_probs
 from specq.texts import sample_texts
-from specq.vocabulary import Vocabulary
 
 BF16, FP8, INT8 = (get_format(n) for n in ("bf16", "fp8", "int8"))
 RULES = [Rule(d, v) for d in ("probabilistic", "greedy") for v in ("standard", "strict")]

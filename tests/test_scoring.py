@@ -12,9 +12,9 @@ from specq_kernels.codec import INTERPRETED  # noqa: E402
 
 from specq import scoring  # noqa: E402
 from specq.kv import get_format  # noqa: E402
+from specq.models.vocabulary import Vocabulary  # noqa: E402
 from specq.replay import Arm, Setting  # noqa: E402
 from specq.rules import Rule, Transform  # noqa: E402
-from specq.vocabulary import Vocabulary  # noqa: E402
 
 BF16, FP8, INT8 = (get_format(n) for n in ("bf16", "fp8", "int8"))
 ARMS = [Arm.of(BF16, BF16), Arm.of(FP8, BF16), Arm.of(INT8, BF16), Arm.of(BF16, FP8), Arm.of(FP8, FP8)]

@@ -10,15 +10,15 @@ from test_study import SMALL, strict_json
 from transformers import AutoModelForCausalLM
 
 from specq import pairs
-from specq.checkpoint import open_checkpoint
 from specq.errors import SpecqError
-from specq.fingerprint import fingerprint
-from specq.geometry import geometry_of
 from specq.kv import get_format
-from specq.loading import load, load_random
-from specq.model_config import config_of_side
+from specq.models.checkpoint import open_checkpoint
+from specq.models.config import config_of_side
+from specq.models.fingerprint import fingerprint
+from specq.models.geometry import geometry_of
+from specq.models.loading import load, load_random
+from specq.models.quantization import auto_kv_format, weight_quantization
 from specq.pairs import packaged_gguf
-from specq.quantization import auto_kv_format, weight_quantization
 from specq.replay import Arm
 from specq.rollout import roll_out
 

@@ -13,7 +13,7 @@ import torch
 from specq.cost.base import Kind
 from specq.cost.table import TableCost, Timing
 from specq.kv import get_format
-from specq.models import LoadedModel
+from specq.models.loaded import LoadedModel
 
 REPEATS = 9
 

@@ -8,7 +8,7 @@ import torch
 from specq.kv import KVFormat, get_format
 from specq.kv.base import nonzero_scale
 from specq.kv.cache import LayerScales, QuantizedCache
-from specq.models import LoadedModel
+from specq.models.loaded import LoadedModel
 
 
 @dataclass

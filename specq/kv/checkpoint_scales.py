@@ -5,10 +5,10 @@ import re
 import torch
 from safetensors import safe_open
 
-from specq.checkpoint import Checkpoint
 from specq.errors import SpecqError
-from specq.geometry import Geometry
 from specq.kv.cache import LayerScales
+from specq.models.checkpoint import Checkpoint
+from specq.models.geometry import Geometry
 
 # Names under which checkpoints keep KV scales: the attention module, vLLM's inner `attn`, or the projection.
 _KV_SCALE = re.compile(

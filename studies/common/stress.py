@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from specq import pairs
-from specq.loading import load
-from specq.models import LoadedModel
+from specq.models.loaded import LoadedModel
+from specq.models.loading import load
 
 CHANNELS, HEAD = (5, 11), 0
 

@@ -3,8 +3,8 @@
 import torch
 
 from specq.errors import SpecqError
-from specq.examine import Examined
-from specq.model_directory import read_json_object
+from specq.models.directory import read_json_object
+from specq.models.examine import Examined
 
 SAMPLING = ("temperature", "top_k", "top_p")
 # settings that vLLM applies by default and specq does not model, with their values that do nothing

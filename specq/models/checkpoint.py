@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from specq.errors import SpecqError
-from specq.model_directory import INDEX, check_index, find_weight_files, is_adapter, read_json_object
-from specq.weight_files import GGUF, PLAIN, Tensor, check_gguf, read_header
+from specq.models.directory import INDEX, check_index, find_weight_files, is_adapter, read_json_object
+from specq.models.weight_files import GGUF, PLAIN, Tensor, check_gguf, read_header
 
 
 @dataclass(frozen=True)

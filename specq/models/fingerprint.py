@@ -2,8 +2,8 @@
 
 import hashlib
 
-from specq.checkpoint import Checkpoint
-from specq.model_directory import INDEX
+from specq.models.checkpoint import Checkpoint
+from specq.models.directory import INDEX
 
 WHOLE_FILE = 64 << 20  # bytes up to which a weight file is hashed whole
 SAMPLE = 4096  # bytes taken at the beginning, middle and end of every tensor beyond that

@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from specq import placement, quantization
-from specq.checkpoint import Checkpoint, staged
+from specq import placement
 from specq.errors import SpecqError, first_line
-from specq.examine import GGUF_FILE, Examined, examine, quiet
-from specq.generation import generation_settings
-from specq.geometry import Geometry, geometry_of
 from specq.kv import attention
 from specq.kv.cache import LayerScales
 from specq.kv.checkpoint_scales import checkpoint_scales, ignored_scales, understood_scales
-from specq.model_config import LOCAL
-from specq.models import LoadedModel
+from specq.models import quantization
+from specq.models.checkpoint import Checkpoint, staged
+from specq.models.config import LOCAL
+from specq.models.examine import GGUF_FILE, Examined, examine, quiet
+from specq.models.generation import generation_settings
+from specq.models.geometry import Geometry, geometry_of
+from specq.models.loaded import LoadedModel
+from specq.models.weight_files import PLAIN
 from specq.parallel import Share
-from specq.weight_files import PLAIN
 
 
 def load(

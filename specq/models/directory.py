@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specq.errors import SpecqError
-from specq.weight_files import Tensor
+from specq.models.weight_files import Tensor
 
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"^model-(\d{5})-of-(\d{5})\.safetensors$")

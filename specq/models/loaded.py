@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from specq.checkpoint import Checkpoint
-from specq.geometry import Geometry
 from specq.kv import KVFormat
 from specq.kv.cache import LayerScales, QuantizedCache, QuantizedLayer
 from specq.kv.paged import Backend, PagedLayer, kernel_backend
+from specq.models.checkpoint import Checkpoint
+from specq.models.geometry import Geometry
 from specq.parallel import Share
 from specq.shape import ModelShape, shape_of
 

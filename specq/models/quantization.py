@@ -8,9 +8,9 @@ GGUF files are the exception, since transformers can only read them into floats;
 import re
 from typing import Any
 
-from specq.checkpoint import Checkpoint
 from specq.errors import SpecqError
-from specq.weight_files import PLAIN
+from specq.models.checkpoint import Checkpoint
+from specq.models.weight_files import PLAIN
 
 # Tensors that only quantized weights have.
 _QUANTIZED = re.compile(r"\.(?:weight_scale|weight_scale_inv|qweight|weight_packed|qzeros|g_idx|weight_zero_point)$")

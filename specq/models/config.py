@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from specq.errors import SpecqError, first_line
-from specq.model_directory import read_json_object
+from specq.models.directory import read_json_object
 from specq.pairs import Side
 
 # library calls on a directory: no network, no code of the checkpoint's

@@ -12,11 +12,11 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from specq.checkpoint import Checkpoint, open_checkpoint, staged
 from specq.errors import SpecqError, first_line
-from specq.geometry import Geometry, geometry_of
-from specq.model_config import LOCAL, read_config
-from specq.weight_files import GGUF
+from specq.models.checkpoint import Checkpoint, open_checkpoint, staged
+from specq.models.config import LOCAL, read_config
+from specq.models.geometry import Geometry, geometry_of
+from specq.models.weight_files import GGUF
 
 GGUF_FILE = {"gguf_file": f"model{GGUF}"}  # as `staged` names it
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specq.errors import SpecqError
-from specq.geometry import Geometry
+from specq.models.geometry import Geometry
 
 
 class Described(Protocol):
