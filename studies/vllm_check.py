@@ -4,8 +4,9 @@
     python studies/vllm_check.py --out results --page studies/results/vllm
 
 Every part is kept in OUT and taken from there by the next call: the study (200 prompts of distinct documents); the cells BF16,
-FP8, INT8 per token and head x K = 0, 2, 4, 8 with probabilistic drafting, K = 4 with greedy drafting, FP8 on TRITON_ATTN at
-K = 4; and one cell with the probe. `--page DIR` writes what is kept of it: validation.json, probe.json, a plot, README.md.
+FP8, INT8 per token and head x K = 0, 2, 4, 8 with probabilistic drafting, each format at the K that the study recommends, K = 4
+with greedy drafting, FP8 on TRITON_ATTN at K = 4; and one cell with the probe. `--page DIR` writes what is kept of it:
+validation.json, probe.json, a plot, README.md.
 """
 
 import argparse
@@ -15,10 +16,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from specq.engines.vllm.command import regret_sentence, validate_command
+from specq.engines.vllm.record import recommended_k
 from specq.engines.vllm.validate import Limits
+from specq.finished import load
+from specq.kv import get_format
 from specq.progress import Reporter
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 KS = [0, 2, 4, 8]
 DTYPES = ["bf16", "fp8", "int8"]
@@ -36,12 +46,20 @@ def study(out: Path, args: argparse.Namespace) -> Path:
     return folder
 
 
+def recommended(folder: Path) -> list[str]:
+    """The cell of every format at its recommended K."""
+    found = load(folder)
+    ks = {fmt: recommended_k(found, get_format(fmt).name) for fmt in DTYPES}
+    return [f"{fmt}:{k}" for fmt, k in ks.items() if k not in KS]
+
+
 def sweep(folder: Path, out: Path, args: argparse.Namespace, left: float | None, **changes: object) -> dict:
     """One `specq validate` into `out`; with `left` seconds, no further cell is started after them."""
     options = dict(
-        dtypes=DTYPES, ks=KS, extra=EXTRA, batch=args.batch, num_prompts=None, passes=args.passes, synthetic=False,
-        pair=None, context=None, cost=None, probe=False, eager=args.eager, tensor_parallel=1, memory_share=args.memory_share,
-        limits=Limits(args.time_limit, left, args.at_once), device=args.device, out=out, quiet=True,
+        dtypes=DTYPES, ks=KS, extra=[*recommended(folder), *EXTRA], batch=args.batch, num_prompts=None, passes=args.passes,
+        synthetic=False, pair=None, context=None, cost=None, probe=False, eager=args.eager, tensor_parallel=1,
+        memory_share=args.memory_share, limits=Limits(args.time_limit, left, args.at_once), device=args.device, out=out,
+        quiet=True,
     )  # fmt: skip
     return validate_command(folder, **options | changes)
 
@@ -67,24 +85,13 @@ def curves(made: dict, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
-    formats = list(dict.fromkeys(c["target_kv_dtype"] for c in made["cells"]))
-    for colour, fmt in enumerate(formats):
-        cells = [c for c in grid(made) if c["target_kv_dtype"] == fmt]
-        agreed = [c for c in cells if c.get("agreement")]
-        ks, style = [c["num_speculative_tokens"] for c in agreed], {"color": f"C{colour}"}
-        measured = [c["agreement"]["emitted"]["measured"] for c in agreed]
-        told = [c["agreement"]["emitted"]["predicted"]["value"] for c in agreed]
-        values = [m["value"] for m in measured]
-        errors = [[v - m["ci95"][0] for v, m in zip(values, measured, strict=True)],
-                  [m["ci95"][1] - v for v, m in zip(values, measured, strict=True)]]  # fmt: skip
-        at = [k + 0.08 * (colour - 1) for k in ks]
-        left.errorbar(at, values, errors, fmt="o", capsize=3, label=f"{fmt}, vLLM", **style)
-        left.plot(at, told, "--", label=f"{fmt}, replay", **style)
-        fast = [c for c in cells if c.get("speedup_measured")]
-        right.plot([c["num_speculative_tokens"] for c in fast], [c["speedup_measured"]["throughput"] for c in fast], "o-",
-                   label=f"{fmt}, vLLM", **style)  # fmt: skip
-        said = [(c["num_speculative_tokens"], c["speedup_predicted"]["value"]) for c in fast if value(c)]
-        right.plot([k for k, _ in said], [s for _, s in said], "--", label=f"{fmt}, predicted", **style)
+    cells = sorted(grid(made), key=lambda c: c["num_speculative_tokens"])
+    for number, fmt in enumerate(dict.fromkeys(c["target_kv_dtype"] for c in made["cells"])):
+        mine, colour = [c for c in cells if c["target_kv_dtype"] == fmt], f"C{number}"
+        if agreed := [c for c in mine if c.get("agreement")]:
+            _emitted(left, agreed, fmt, colour, shift=0.08 * (number - 1))
+        if fast := [c for c in mine if c.get("speedup_measured")]:
+            _speeds(right, fast, fmt, colour)
     left.set(xlabel="num_speculative_tokens", ylabel="emitted per cycle (accepted + 1)")
     right.set(xlabel="num_speculative_tokens", ylabel="speedup over plain decoding, same format")
     for axis in (left, right):
@@ -93,6 +100,25 @@ def curves(made: dict, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _emitted(axis: "Axes", cells: list[dict], fmt: str, colour: str, shift: float) -> None:
+    """Emitted per cycle with intervals, a little beside their K, and the replay's line."""
+    at = [c["num_speculative_tokens"] + shift for c in cells]
+    measured = [c["agreement"]["emitted"]["measured"] for c in cells]
+    values = [m["value"] for m in measured]
+    around = np.array([[v - m["ci95"][0], m["ci95"][1] - v] for v, m in zip(values, measured, strict=True)]).T
+    axis.errorbar(at, values, around, fmt="o", capsize=3, color=colour, label=f"{fmt}, vLLM")
+    told = [c["agreement"]["emitted"]["predicted"]["value"] for c in cells]
+    axis.plot(at, told, "--", color=colour, label=f"{fmt}, replay")
+
+
+def _speeds(axis: "Axes", cells: list[dict], fmt: str, colour: str) -> None:
+    """Measured speedup and, where there is one, the predicted."""
+    ks = [c["num_speculative_tokens"] for c in cells]
+    axis.plot(ks, [c["speedup_measured"]["throughput"] for c in cells], "o-", color=colour, label=f"{fmt}, vLLM")
+    if said := [(k, value(c)) for k, c in zip(ks, cells, strict=True) if value(c)]:
+        axis.plot(*zip(*said, strict=True), "--", color=colour, label=f"{fmt}, predicted")
 
 
 def grid(made: dict) -> list[dict]:
@@ -134,7 +160,8 @@ def text(made: dict, probed: dict | None) -> str:
     out.append(
         "\nIntervals are 95 %, clustered by document and paired on the same tokens. The draft's cache has the format"
     )
-    out.append("named in validation.json.\n\n![emitted and speedup against K](curves.png)\n")
+    out.append("named in validation.json." + predicted_by(made))
+    out.append("\n![emitted and speedup against K](curves.png)\n")
     for name, f in made["formats"].items():
         need = f.get("serving_tokens_for_the_replays_error") or {}
         tokens = "".join(f"; K = {k}: counters of two servers need {n:,} tokens" for k, n in need.items() if n)
@@ -148,6 +175,15 @@ def text(made: dict, probed: dict | None) -> str:
             )
     out += [f"- {w}" for w in made["warnings"]]
     return "\n".join(out) + "\n"
+
+
+def predicted_by(made: dict) -> str:
+    """By whose step times the predicted speedups were made."""
+    costs = {c["speedup_predicted"]["cost"] for c in made["cells"] if value(c)}
+    whose = {"measured": "those that the study measured of its own steps, which no engine schedules"}
+    return "".join(
+        f" Predicted is the study's acceptance with step times `{c}`: {whose.get(c, c)}." for c in sorted(costs)
+    )
 
 
 def interval(block: dict) -> str:
