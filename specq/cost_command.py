@@ -16,7 +16,8 @@ from specq.terminal import Terminal
 
 TOLD = {
     "bandwidth": "share of the memory bandwidth",
-    "matrix": "share of the matrix rate",
+    "matrix": "share of the matrix rate, products",
+    "attention": "share of the matrix rate, attention",
     "link": "share of the link's rate",
     "layer_seconds": "per layer and step",
     "step_seconds": "per step",

@@ -125,7 +125,7 @@ def synthetic(folder, share_of, efficiency):
 def test_the_page_of_a_share_says_what_was_not_measured(tmp_path):
     """From times of known factors: errors compare share with share and vanish when calibrated; communication is named as
     assumed; what does not fit is named; a study's configuration reads the file relative to its folder."""
-    truth = Efficiency(0.7, 0.5, 0.6, 20e-6, 10e-6, 1e-4, "truth")
+    truth = Efficiency(0.7, 0.5, 0.3, 0.6, 20e-6, 10e-6, 1e-4, "truth")
     folder = tmp_path / "llama70b-1b"
     records, roofline = synthetic(folder, 2, truth)
     step_times.page("llama70b-1b", folder)
@@ -165,7 +165,7 @@ def test_the_page_of_a_stopped_run_names_what_is_missing(tmp_path):
 
 def test_the_page_of_whole_steps_adds_nothing(tmp_path):
     """Tensor-parallel times, all-reduces in them: the same best K as from the table itself, and no word of shares."""
-    records, _ = synthetic(tmp_path / "x", None, Efficiency(0.7, 0.5, 0.4, 20e-6, 15e-6, 1e-4, "truth"))
+    records, _ = synthetic(tmp_path / "x", None, Efficiency(0.7, 0.5, 0.3, 0.4, 20e-6, 15e-6, 1e-4, "truth"))
     step_times.page("llama70b-1b", tmp_path / "x")
     text = " ".join((tmp_path / "x" / "README.md").read_text().split())
     assert "share" not in text and "2 x NVIDIA H200, tensor parallel" in text

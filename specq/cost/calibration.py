@@ -128,7 +128,7 @@ def fit(
         raise SpecqError(
             f"{file} holds times of one GPU's share of {share_of}: they calibrate {share_of}x{gpu.name}, not {gpus}"
         )
-    names, link = ["bandwidth", "matrix", "layer_seconds", "step_seconds"], ["link", "reduce_seconds"]
+    names, link = ["bandwidth", "matrix", "attention", "layer_seconds", "step_seconds"], ["link", "reduce_seconds"]
     if gpus > 1 and not share_of:
         names += link
     roofline = Roofline(gpu, shapes["target"], shapes.get("draft", shapes["target"]), gpus)
@@ -144,7 +144,7 @@ def fit(
         return np.concatenate([error(x), PULL * (x - middle)])
 
     def solve(bandwidth: float, matrix: float, waits: float) -> "OptimizeResult":
-        rates = {"bandwidth": bandwidth, "matrix": matrix, "link": gpu.efficiency.link}
+        rates = {"bandwidth": bandwidth, "matrix": matrix, "attention": matrix, "link": gpu.efficiency.link}
         return least_squares(cost, [np.log(rates[n]) if n in rates else waits for n in names], x_scale=0.3)
 
     # the larger of two bounds makes several valleys

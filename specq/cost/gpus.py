@@ -11,6 +11,7 @@ from specq.errors import SpecqError
 class Efficiency:
     """What real kernels make of the data sheet's rates: shares of them, and times that no rate shows.
 
+    matrix, attention: of the matrix rate, in products and in attention, whose few queries fill a matrix unit badly.
     layer_seconds: launch and synchronisation per layer that nothing hides. reduce_seconds: latency of one all-reduce.
     step_seconds: what a step takes whatever the model (sampling, scheduling). `source` says whether these were assumed,
     given or calibrated.
@@ -18,6 +19,7 @@ class Efficiency:
 
     bandwidth: float = 0.80
     matrix: float = 0.60
+    attention: float = 0.40
     link: float = 0.60
     layer_seconds: float = 10e-6
     reduce_seconds: float = 10e-6
