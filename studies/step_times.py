@@ -41,6 +41,8 @@ from specq.errors import SpecqError, printable
 from specq.kv import get_format
 from specq.pairs import Shape
 from specq.shape import ModelShape
+from studies.common.curves import best_k
+from studies.common.steps import Steps, whole_steps
 
 BATCHES, CONTEXTS, NEW = (1, 4, 8, 16, 32, 64), (2048, 8192, 32768), (1, 2, 3, 5, 9)
 FORMATS = ("bf16", "fp8_e4m3", "int8_per_token_head")
@@ -235,7 +237,7 @@ def describe(pair: str, gpus: int, share_of: int | None, attention: dict) -> dic
     return {
         "pair": pair, "gpus": gpus, "share_of": share_of, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
         "triton": triton.__version__, "cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "attention": attention, "command": f"{start} studies/step_times.py --pair {pair}{options}",
+        "attention": attention, "command": f"{start} studies/step_times.py --pair {pair}{options} --out DIR",
     }  # fmt: skip
 
 
@@ -335,12 +337,6 @@ def gains(cost: TableCost, fmt: str, batch: int, context: int, alpha: float) -> 
     return (1 + np.concatenate([[0.0], survival(alpha).cumsum()])) * plain / np.array(cycles)
 
 
-def communication(roofline: Roofline, records: Sequence[Timing]) -> np.ndarray:
-    """Seconds that the roofline gives all-reduces and gather in each timed step."""
-    terms = [roofline.terms(r.kind, r.batch, r.context, r.new_tokens, r.kv_format) for r in records]
-    return np.array([t.communication(roofline.efficiency) for t in terms])
-
-
 def page(pair: str, folder: Path) -> None:
     """README.md, calibrated.json and speedup.png from timings.json and machine.json."""
     machine, file = files.read_json(folder / "machine.json"), read_file(str(folder / "timings.json"))
@@ -354,9 +350,8 @@ def page(pair: str, folder: Path) -> None:
     fitted = Roofline(gpu, *shapes.values(), over, calibration)
     files.write_json(folder / "calibrated.json", asdict(calibration.efficiency))
     before, after = ({key(r): e for r, e in zip(records, errors(m, file), strict=True)} for m in (roofline, fitted))
-    added = communication(fitted, records) if file.share_of else np.zeros(len(records))
-    steps = [r.model_copy(update={"seconds": r.seconds + s}) for r, s in zip(records, added, strict=True)]
-    table = TableCost(steps, "timings.json", {})
+    steps = Steps(file, roofline)
+    table = steps.cost
     times = {key(r): r for r in records}
     lines = [
         f"# Step times of {pair}",
@@ -380,16 +375,20 @@ def page(pair: str, folder: Path) -> None:
         "",
         "## Best K and speedup over plain decoding in the same format, if each draft is accepted with probability alpha",
         "",
-        f"K up to {K_MAX}; times between {', '.join(map(str, NEW))} new tokens are interpolated; the draft's cache is BF16.",
+        f"K is the smallest within 1 % of the best, up to {K_MAX}, the largest that was timed (where {K_MAX} stands, more may be"
+        f" better); behind it the best speedup. Times between {', '.join(map(str, NEW))} new tokens are interpolated; the draft's"
+        " cache is BF16.",
         "",
-        *(added_section(calibration, gpu, records, added) if file.share_of else []),
+        *(added_section(steps) if file.share_of else []),
         *gains_section(table, times),
         "",
         "![speedup against K](speedup.png)",
     ]
     files.write_text(folder / "README.md", "\n".join(map(wrapped, lines)) + "\n")
-    added_note = ", communication by the data sheet" if file.share_of else ""
-    plot(table, times, folder / "speedup.png", f"alpha 0.8, {over} x {machine['gpu']}{added_note}")
+    whose = f"one GPU's share of {over}, measured on one {machine['gpu']}, and assumed communication"
+    plot(
+        table, times, folder / "speedup.png", f"alpha 0.8, {whose if file.share_of else f'{over} x ' + machine['gpu']}"
+    )
 
 
 def wrapped(line: str) -> str:
@@ -428,7 +427,7 @@ def header(machine: dict, over: int) -> list[str]:
         "",
         f"**Measured is one GPU's share of {over} tensor-parallel GPUs, by itself: heads, KV heads, MLP and vocabulary divided"
         f" by {over}, no all-reduce and no gather of logits. No step over {over} GPUs was measured.** Step times, memory and"
-        " the roofline's errors here compare share with share; only the last section adds communication, by the data sheet.",
+        " the roofline's errors here compare share with share; only the last section adds communication, by assumed factors.",
     ]
 
 
@@ -510,16 +509,14 @@ def format_ratio_error(errors: dict, at: tuple) -> float:
     return (1 + errors[at]) / (1 + errors[of_bf16(at)]) - 1
 
 
-def added_section(calibration: Calibration, gpu: Gpu, records: Sequence[Timing], added: np.ndarray) -> list[str]:
+def added_section(steps: Steps) -> list[str]:
     """How the communication in what follows was come by."""
-    e, share = calibration.efficiency, {}
-    for r, s in zip(records, added, strict=True):
-        share.setdefault(r.kind, []).append(s / (s + r.seconds))
+    share: dict[str, list[float]] = {}
+    for alone, whole_step in zip(steps.file.records, whole_steps(steps.file, steps.roofline), strict=True):
+        share.setdefault(alone.kind, []).append(1 - alone.seconds / whole_step.seconds)
     told = ", ".join(f"{100 * min(x):.0f} to {100 * max(x):.0f} % of a {kind}'s step" for kind, x in share.items())
     return [
-        f"**Communication here is not measured.** To each share's time is added what the data sheet gives two all-reduces a"
-        f" layer and the gather of the logits: {gpu.link:.0f} GB/s per direction x {e.link:.2f}, and"
-        f" {1e6 * e.reduce_seconds:.0f} microseconds of latency each, both assumed factors. That is {told}.",
+        f"**Communication here is not measured.** To each share's time is added {steps.communication_told}. That is {told}.",
         "",
     ]
 
@@ -535,7 +532,7 @@ def gains_section(table: TableCost, times: dict) -> list[str]:
             for fmt in FORMATS:
                 if whole(times, fmt, batch, context):
                     curves = [gains(table, fmt, batch, context, a) for a in ALPHAS]
-                    best = " | ".join(f"K = {g.argmax()}, {g.max():.2f}" for g in curves)
+                    best = " | ".join(f"K = {best_k(g)}, {g.max():.2f}" for g in curves)
                     lines.append(f"| {batch} x {context} | {fmt} | {best} |")
     return lines
 
@@ -585,6 +582,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.share is not None and args.share < 2:
         parser.error("--share N: one GPU's share of at least 2")
+    if not (args.out or args.page):
+        parser.error("give --out DIR to measure, --page DIR to write the page of what is there, or both")
     try:
         if args.out:
             measure(args.pair, args.out, args.share)

@@ -16,14 +16,16 @@ from specq.errors import SpecqError, printable
 from studies.common.curves import System, alpha_of, best_k
 from studies.common.results import Table, markdown
 from studies.common.runs import read_config
+from studies.common.steps import Steps
 
 HERE = Path(__file__).parent
 README = HERE.parents[1] / "README.md"
+RESULTS = "studies/results/llama70b-1b"
 BEGIN, END = "<!-- best K: written by `make tables` -->", "<!-- end of best K -->"
 
 
 def best_k_table(config: Mapping[str, Any], system: System) -> Table:
-    """A row per mu, a column per batch: best K in BF16 and each format, and tokens per second over BF16 at its best K."""
+    """A row per mu, a column per batch: best K in BF16 and each format, and tokens per second over BF16, all at their fastest."""
     rows = [[f"{mu:.1f}", *(_cell(config, system, mu, batch) for batch in config["batches"])] for mu in config["mu"]]
     columns = ["mu at K = " + str(config["k"]), *(f"batch {b}" for b in config["batches"])]
     return Table("", columns, [""] * len(columns), rows)
@@ -38,11 +40,10 @@ def _cell(config: Mapping[str, Any], system: System, mu: float, batch: int) -> s
 
 
 def _choice(config: Mapping[str, Any], system: System, mu: float, batch: int, fmt: str) -> tuple[int, float]:
-    """(best K, tokens per second of a sequence there)."""
+    """(best K, tokens per second of a sequence at the fastest, which may be 1 % more)."""
     context, k_max = config["context"], config["k_max"]
     curve = system.speedup(alpha_of(mu, config["k"]), batch, context, fmt, k_max)
-    k = best_k(curve)
-    return k, curve[k] / system.times(batch, context, fmt, k_max)[0]
+    return best_k(curve), curve.max() / system.times(batch, context, fmt, k_max)[0]
 
 
 def losses(config: Mapping[str, Any], system: System) -> tuple[int, float]:
@@ -62,15 +63,20 @@ def section(config: Mapping[str, Any]) -> str:
     fit = {f: system.sequences(config["context"], f) for f in ("bf16", *config["formats"])}
     steps, share = losses(config, system)
     what = (
-        "Best K with a BF16 cache -> with FP8, with INT8 per token and head (tokens per second of each over BF16, all at their"
-        f" best K). {system.pair} by `{system.cost.source}`, context {config['context']:,}:"
+        "Best K with a BF16 cache -> with FP8, with INT8 per token and head (tokens per second of each over BF16, each at its"
+        f" fastest K). {system.pair} on {config['system']['gpus']}, context {config['context']:,}, from measured step times:"
     )
+    steps_told = Steps.read(
+        HERE / config["system"]["steps"], config["system"]["gpus"], {"target": system.target, "draft": system.draft}
+    ).communication_told
     assumptions = (
         f"Assumptions: mu is what K = {config['k']} accepts, in every format alike; every depth accepts alike (S_k = alpha^k);",
-        f"the draft's cache stays BF16; K up to {config['k_max']}, the smallest within 1 % of the best.",
+        f"the draft's cache stays BF16; K is the smallest within 1 % of the best, up to {config['k_max']}, the largest that was",
+        f"timed: where {config['k_max']} stands, more may be better.",
         f"A format that also cost {config['lost']:g} accepted tokens would move K by at most {steps} and take up to",
-        f"{100 * share:.1f} % of the speed. Step times are a roofline's from data sheets, with efficiency factors that are",
-        f"{system.cost.efficiency.source}. At that context this server holds",
+        f"{100 * share:.1f} % of the speed. Step times are specq's own kernels', without an engine's scheduler",
+        f"([measured]({RESULTS}/README.md)): one GPU's share of two, to which is added {steps_told}.",
+        "At that context this server holds",
         ", ".join(f"{n} sequences in {f}" for f, n in fit.items()) + ".",
         "Other pairs, GPUs and contexts: `specq tune`, or `studies/best_k/config.toml` and `make tables`.",
     )

@@ -14,11 +14,13 @@ from scipy.optimize import brentq
 from specq import pairs
 from specq.capacity import Load, Server
 from specq.cost import CostModel, Operating, cycle_times, speedup
+from specq.cost.gpus import parse_gpus
 from specq.cost.spec import build, parse_cost
 from specq.errors import SpecqError
 from specq.kv import get_format
 from specq.shape import ModelShape
 from specq.tune import draw_choices
+from studies.common.steps import Steps
 
 
 def emitted(alpha: float, k_max: int) -> np.ndarray:
@@ -50,9 +52,18 @@ class System:
 
     @classmethod
     def of(cls, entry: Mapping[str, str], folder: Path) -> "System":
-        """From {pair, cost}; the timings file of a cost (`roofline:GPU@FILE` or `FILE`) lies relative to `folder`."""
+        """From {pair, cost} or {pair, steps, gpus}: a `--cost`, or measured steps (studies.common.steps).
+
+        Files of either (`roofline:GPU@FILE`, `FILE`) lie relative to `folder`.
+        """
         pair = pairs.find(entry["pair"], None, None)
         shapes = [ModelShape.of_registered(side.shape) for side in (pair.target, pair.draft)]
+        if "steps" in entry:
+            count, gpu = parse_gpus(entry["gpus"])
+            steps = Steps.read(
+                folder / entry["steps"], entry["gpus"], dict(zip(("target", "draft"), shapes, strict=True))
+            )
+            return cls(pair.name, *shapes, steps.cost, Server(gpu.name, count, gpu.memory))
         roofline, at, timings = entry["cost"].rpartition("@")
         spec = parse_cost(
             entry["cost"] if entry["cost"].startswith("roofline:") and not at else f"{roofline}{at}{folder / timings}"

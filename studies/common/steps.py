@@ -1,0 +1,56 @@
+"""Step times as `studies/step_times.py` keeps them, as a cost: to one GPU's share the communication is added."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from specq.cost.gpus import parse_gpus
+from specq.cost.roofline import Roofline
+from specq.cost.table import TableCost, Timing, TimingFile, read_file
+from specq.shape import ModelShape
+
+
+def communication(roofline: Roofline, records: Sequence[Timing]) -> np.ndarray:
+    """Seconds that a roofline gives all-reduces and gather in each timed step."""
+    terms = [roofline.terms(r.kind, r.batch, r.context, r.new_tokens, r.kv_format) for r in records]
+    return np.array([t.communication(roofline.efficiency) for t in terms])
+
+
+def whole_steps(file: TimingFile, roofline: Roofline) -> list[Timing]:
+    """The timings of a file as whole steps: as they are, or a share's with the roofline's communication added."""
+    if not file.share_of:
+        return list(file.records)
+    added = communication(roofline, file.records)
+    return [r.model_copy(update={"seconds": r.seconds + s}) for r, s in zip(file.records, added, strict=True)]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A timings file of `gpus` (2xh200) and the roofline that completes it; its link factors are the assumed ones."""
+
+    file: TimingFile
+    roofline: Roofline
+
+    @classmethod
+    def read(cls, path: Path, gpus: str, shapes: Mapping[str, ModelShape]) -> "Steps":
+        """Raises SpecqError where the file cannot be read."""
+        over, gpu = parse_gpus(gpus)
+        return cls(read_file(str(path)), Roofline(gpu, shapes["target"], shapes["draft"], over))
+
+    @property
+    def cost(self) -> TableCost:
+        """For speedups; nothing beyond the batches and contexts measured."""
+        over, gpu = self.roofline.gpus, self.roofline.gpu.name
+        source = f"steps measured on {gpu}" + (f", share of {over}" if self.file.share_of else f" x {over}")
+        return TableCost(whole_steps(self.file, self.roofline), source, {})
+
+    @property
+    def communication_told(self) -> str:
+        """In words what was added."""
+        e, gpu = self.roofline.efficiency, self.roofline.gpu
+        return (
+            f"two all-reduces a layer and the gather of the logits, each {1e6 * e.reduce_seconds:.0f} microseconds and its bytes"
+            f" over {e.link:.2f} of the {gpu.link:.0f} GB/s of the data sheet: assumed latency and assumed share"
+        )
