@@ -22,7 +22,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +34,7 @@ import torch.nn.functional as F
 
 from specq import files, pairs
 from specq.cost.calibration import Calibration, fit
-from specq.cost.gpus import Gpu, get_gpu
+from specq.cost.gpus import get_gpu
 from specq.cost.roofline import Roofline
 from specq.cost.table import TableCost, Timing, TimingFile, read_file
 from specq.errors import SpecqError, printable
@@ -338,7 +338,7 @@ def gains(cost: TableCost, fmt: str, batch: int, context: int, alpha: float) -> 
 
 
 def page(pair: str, folder: Path) -> None:
-    """README.md, calibrated.json and speedup.png from timings.json and machine.json."""
+    """README.md, calibrated.json, roofline.csv and speed.png from timings.json and machine.json."""
     machine, file = files.read_json(folder / "machine.json"), read_file(str(folder / "timings.json"))
     records, over = file.records, file.share_of or machine["gpus"]
     found = pairs.find(pair, None, None)
@@ -371,24 +371,23 @@ def page(pair: str, folder: Path) -> None:
         "",
         *times_section(times, before, after, file.share_of),
         "",
-        *calibration_section(calibration, before, after),
+        *calibration_section(calibration, times, before, after),
         "",
         "## Best K and speedup over plain decoding in the same format, if each draft is accepted with probability alpha",
         "",
-        f"K is the smallest within 1 % of the best, up to {K_MAX}, the largest that was timed (where {K_MAX} stands, more may be"
-        f" better); behind it the best speedup. Times between {', '.join(map(str, NEW))} new tokens are interpolated; the draft's"
-        " cache is BF16.",
+        f"K is the smallest within 1 % of the best, up to {K_MAX}, the largest that was timed (where {K_MAX} stands, more may"
+        f" be better); behind it the best speedup. Times between {', '.join(map(str, NEW))} new tokens are interpolated; the"
+        " draft's cache is BF16.",
         "",
         *(added_section(steps) if file.share_of else []),
         *gains_section(table, times),
         "",
-        "![speedup against K](speedup.png)",
+        "![tokens per second against K](speed.png)",
     ]
+    files.write_text(folder / "roofline.csv", points_csv(times, before, after))
     files.write_text(folder / "README.md", "\n".join(map(wrapped, lines)) + "\n")
     whose = f"one GPU's share of {over}, measured on one {machine['gpu']}, and assumed communication"
-    plot(
-        table, times, folder / "speedup.png", f"alpha 0.8, {whose if file.share_of else f'{over} x ' + machine['gpu']}"
-    )
+    plot(table, times, folder / "speed.png", f"alpha 0.8, {whose if file.share_of else f'{over} x ' + machine['gpu']}")
 
 
 def wrapped(line: str) -> str:
@@ -476,27 +475,64 @@ def times_section(times: dict, before: dict, after: dict, share_of: int | None) 
     return lines
 
 
-def calibration_section(calibration: Calibration, before: dict, after: dict) -> list[str]:
-    """Errors over all points and the factors found."""
-    old, new, e = np.array(list(before.values())), np.array(list(after.values())), calibration.efficiency
-    ratios = np.array([format_ratio_error(after, at) for at in after if of_bf16(at) in after and at[1] != "bf16"])
+def calibration_section(calibration: Calibration, times: dict, before: dict, after: dict) -> list[str]:
+    """The factors found, and the roofline's errors over all points: by new tokens, of a format's ratio, of speedups."""
+    e = calibration.efficiency
     unknown = (
         f" Not determined by the times: {', '.join(calibration.undetermined)}." if calibration.undetermined else ""
     )
+    ratios = [format_ratio_error(after, at) for at in after if at[1] != "bf16" and of_bf16(at) in after]
+    rows = [("target", f"{n} new" if n == 1 else f"{n} new (K = {n - 1})", n) for n in NEW]
+    rows += [("draft", "draft, 1 new", 1)]
     return [
-        f"Over {len(old)} points the roofline's relative error is {100 * np.sqrt((old**2).mean()):.0f} % (root mean"
-        f" square; largest {100 * np.abs(old).max():.0f} %), calibrated on them {100 * np.sqrt((new**2).mean()):.0f} %"
-        f" ({100 * np.abs(new).max():.0f} %): bandwidth x {e.bandwidth:.2f}, matrix rate x {e.matrix:.2f},"
-        f" {1e6 * e.layer_seconds:.1f} microseconds a layer, {1e6 * e.step_seconds:.0f} a step (calibrated.json).{unknown}",
+        f"## The roofline beside all {len(after)} points",
+        "",
+        f"Calibrated: bandwidth x {e.bandwidth:.2f}, matrix rate x {e.matrix:.2f} in products and x {e.attention:.2f} in"
+        f" attention, {1e6 * e.layer_seconds:.1f} microseconds a layer (norms and rotary embedding, unfused here, are in it),"
+        f" {1e6 * e.step_seconds:.0f} a step (calibrated.json).{unknown} Every point with both errors:"
+        " [roofline.csv](roofline.csv).",
+        "",
+        "| roofline over measured, less 1 | points | assumed: mean, largest | calibrated: mean, root mean square, largest |",
+        "| --- | --- | --- | --- |",
+        *(_error_row(name, before, after, lambda at, r=role, n=n: at[0] == r and at[4] == n) for role, name, n in rows),
+        _error_row("all", before, after, lambda at: True),
+        *([f"| an 8-bit target's step over BF16's | {len(ratios)} | | {_spread(ratios)} |"] if ratios else []),
         *(
-            [
-                f"What a format changes, the time of a target's step over that with a BF16 cache, it misses by"
-                f" {100 * np.sqrt((ratios**2).mean()):.1f} % (root mean square; largest {100 * np.abs(ratios).max():.0f} %)."
-            ]
-            if len(ratios)
-            else []
+            f"| speedup at K = {k} | {len(gaps)} | | {_spread(gaps)} |"
+            for k in (4, 8)
+            if (gaps := [speedup_error(times, after, at, k) for at in times if at[0] == "target" and at[4] == 1
+                         and whole(times, *at[1:4])])
         ),
+    ]  # fmt: skip
+
+
+def _error_row(name: str, before: dict, after: dict, wanted: Callable[[tuple], bool]) -> str:
+    old, new = ([x[at] for at in x if wanted(at)] for x in (before, after))
+    assumed = f"{100 * np.mean(old):+.0f} %, {100 * max(old, key=abs):+.0f} %" if old else ""
+    return f"| {name} | {len(new)} | {assumed} | {_spread(new) if new else ''} |"
+
+
+def _spread(errors: Sequence[float]) -> str:
+    mean, rms = 100 * np.mean(errors), 100 * np.sqrt(np.mean(np.square(errors)))
+    return f"{mean:+.1f} %, {rms:.1f} %, {100 * max(errors, key=abs):+.0f} %"
+
+
+def speedup_error(times: dict, errors: dict, at: tuple, k: int) -> float:
+    """Relative error of the speedup at K, whatever is accepted, at a target's point `at` of 1 new token."""
+    _, fmt, batch, context, _ = at
+    draft, verify = ("draft", "bf16", batch, context, 1), ("target", fmt, batch, context, k + 1)
+    told = {x: times[x].seconds * (1 + errors[x]) for x in (at, draft, verify)}
+    cycle, told_cycle = k * times[draft].seconds + times[verify].seconds, k * told[draft] + told[verify]
+    return told[at] / told_cycle / (times[at].seconds / cycle) - 1
+
+
+def points_csv(times: dict, before: dict, after: dict) -> str:
+    """roofline.csv: every timing with the roofline's relative errors."""
+    lines = ["model,kv_format,batch,context,new_tokens,milliseconds,error_assumed,error_calibrated"]
+    lines += [
+        f"{','.join(map(str, at))},{1e3 * r.seconds:.4f},{before[at]:+.4f},{after[at]:+.4f}" for at, r in times.items()
     ]
+    return "\n".join(lines) + "\n"
 
 
 def of_bf16(at: tuple) -> tuple:
@@ -545,7 +581,7 @@ def whole(times: dict, fmt: str, batch: int, context: int) -> bool:
 
 
 def plot(table: TableCost, times: dict, path: Path, title: str) -> None:
-    """Speedup against K at alpha 0.8: a panel per context, a colour per batch, a line style per format."""
+    """Tokens per second of a sequence against K at alpha 0.8: a panel per context, colours by batch, line styles by format."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -559,11 +595,12 @@ def plot(table: TableCost, times: dict, path: Path, title: str) -> None:
         for batch, colour in colours.items():
             for fmt, style in styles.items():
                 if whole(times, fmt, batch, context):
-                    axis.plot(range(K_MAX + 1), gains(table, fmt, batch, context, 0.8), style, color=colour)
-        axis.axhline(1.0, color="0.6", linewidth=0.8)
+                    speeds = gains(table, fmt, batch, context, 0.8) / table.step_time("target", batch, context, 1, fmt)
+                    axis.plot(range(K_MAX + 1), speeds, style, color=colour)
         axis.set(title=f"context {context:,}", xlabel="num_speculative_tokens")
         axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("speedup over plain decoding,\nsame format and batch")
+        axis.set_ylim(bottom=0)
+    axes[0, 0].set_ylabel("tokens per second of one sequence")
     handles = [Line2D([], [], color=c, label=f"batch {b}") for b, c in colours.items()]
     handles += [Line2D([], [], color="0.3", linestyle=s, label=f) for f, s in styles.items()]
     figure.legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)

@@ -1,8 +1,8 @@
 """Step times of a pair's shape: the whole command on a tiny shape with the kernels interpreted and a clock of its own."""
 
 import json
+import re
 
-import numpy as np
 import pytest
 import specq_kernels.bench
 from specq_kernels.codec import INTERPRETED
@@ -133,17 +133,23 @@ def test_the_page_of_a_share_says_what_was_not_measured(tmp_path):
     for says in (
         "No step over 2 GPUs was measured",
         "Communication here is not measured",
-        "450 GB/s per direction x 0.60, and 10 microseconds",
+        "10 microseconds and its bytes over 0.60 of the 450 GB/s of the data sheet: assumed latency and assumed share",
         "one GPU's share (1/2) of a step, without communication",
         "bf16 64 x 8192; bf16 16, 32, 64 x 32768; fp8_e4m3 32, 64 x 32768",
-        "calibrated on them 0 % (0 %): bandwidth x 0.70, matrix rate x 0.50",
+        "bandwidth x 0.70, matrix rate x 0.50 in products and x 0.30 in attention",
+        f"The roofline beside all {len(records)} points",
         "Not determined by the times: link, reduce_seconds",
     ):
         assert says in text, says
+    last = re.findall(r"\| (all|speedup at K = 8) \| \d+ \|[^|]*\| [+-](\d\.\d) %, (\d\.\d) %", text)
+    assert [name for name, *_ in last] == ["all", "speedup at K = 8"]
+    assert all(float(x) <= 0.3 for _, *errors in last for x in errors)  # the factors' small pull towards the assumed
+    rows = (folder / "roofline.csv").read_text().splitlines()
+    assert len(rows) == 1 + len(records) and all(abs(float(r.split(",")[-1])) < 0.01 for r in rows[1:])
     kept = json.loads((folder / "calibrated.json").read_text())
     assert kept["link"] == 0.6 and "link and reduce_seconds assumed, not measured" in kept["source"]
     assert "Not measured yet" not in text
-    assert (folder / "speedup.png").stat().st_size > 20_000
+    assert (folder / "speed.png").stat().st_size > 20_000
     entry = {"pair": "llama70b-1b", "cost": "roofline:2xh200@../llama70b-1b/timings.json"}
     system = curves.System.of(entry, tmp_path / "llama70b-1b")
     first = Timing(**records[0])
@@ -171,5 +177,5 @@ def test_the_page_of_whole_steps_adds_nothing(tmp_path):
     assert "share" not in text and "2 x NVIDIA H200, tensor parallel" in text
     table = TableCost([Timing(**r) for r in records], "t", {})
     curve = step_times.gains(table, "fp8_e4m3", 8, 8192, 0.8)
-    assert "| 8 x 8192 | fp8_e4m3 |" in text and f"K = {np.argmax(curve)}, {curve.max():.2f}" in text
+    assert "| 8 x 8192 | fp8_e4m3 |" in text and f"K = {curves.best_k(curve)}, {curve.max():.2f}" in text
     assert curve[0] == 1.0

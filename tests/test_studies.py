@@ -224,18 +224,18 @@ def test_the_readme_holds_the_table_that_the_command_writes():
 
 
 def test_the_best_k_is_the_smallest_within_one_percent():
-    """A cell by brute force over K."""
+    """A cell by brute force over K; its speed is that of the fastest."""
     config = runs.read_config(best_k.HERE / "config.toml")
     system = curves.System.of(config["system"], best_k.HERE)
     alpha, k_max = curves.alpha_of(2.0, config["k"]), config["k_max"]
     speeds = []
     for k in range(k_max + 1):
-        draft = system.cost.step_time("draft", 128, config["context"], 1, "bf16")
-        verify = system.cost.step_time("target", 128, config["context"], k + 1, "fp8_e4m3")
+        draft = system.cost.step_time("draft", 32, config["context"], 1, "bf16")
+        verify = system.cost.step_time("target", 32, config["context"], k + 1, "fp8_e4m3")
         speeds.append(sum(alpha**i for i in range(k + 1)) / (k * draft + verify))
     best = next(k for k, s in enumerate(speeds) if s >= 0.99 * max(speeds))
-    k, found = best_k._choice(config, system, 2.0, 128, "fp8_e4m3")
-    assert k == best and found == pytest.approx(speeds[best])
+    k, found = best_k._choice(config, system, 2.0, 32, "fp8_e4m3")
+    assert k == best and found == pytest.approx(max(speeds))
 
 
 def _commands() -> list[tuple[str, str]]:

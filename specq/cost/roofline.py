@@ -6,14 +6,15 @@ On each of n tensor-parallel GPUs
 
 products = max(bytes / (bandwidth * eff_b), operations / (matrix rate * eff_m)): the weights a step reads, 1/n of them
 (the embedding table only where it is also the LM head; of routed experts the expected share that the step's tokens
-touch), and 2 operations per active weight and new token. attention, which runs after them and so reads its caches however
-busy they were, = bytes / (bandwidth * eff_b) + operations / (matrix rate * eff_a): what every row's cache keeps in the
-format's bytes, scales included, windows capped, KV heads replicated where there are fewer than GPUs, and 4 * heads *
-head_dim operations per kept token, layer and new token, 1/n of them. A sum, since unpacking, softmax and the few queries of
-a tile leave reading and arithmetic little to overlap (step times on an H200 tell it from a maximum). communication: two ring all-reduces of the hidden state per
-layer, 2 (n - 1) / n of its bytes over the link each, and one gather of the logits. Williams et al. 2009 (roofline);
-Shoeybi et al. 2019, arXiv:1909.08053 (two all-reduces per layer). A draft whose heads do not divide by n runs on one
-GPU. `specq.cost.calibration` fits the factors to timings.
+touch), and 2 operations per active weight and new token. attention, which runs after them and so reads its caches
+however busy they were, = bytes / (bandwidth * eff_b) + operations / (matrix rate * eff_a): what every row's cache
+keeps in the format's bytes, scales included, windows capped, KV heads replicated where there are fewer than GPUs, and
+4 * heads * head_dim operations per kept token, layer and new token, 1/n of them. A sum, since unpacking, softmax and
+the few queries of a tile leave reading and arithmetic little to overlap (step times on an H200 tell it from a
+maximum). communication: two ring all-reduces of the hidden state per layer, 2 (n - 1) / n of its bytes over the link
+each, and one gather of the logits. Williams et al. 2009 (roofline); Shoeybi et al. 2019, arXiv:1909.08053 (two
+all-reduces per layer). A draft whose heads do not divide by n runs on one GPU. `specq.cost.calibration` fits the
+factors to timings.
 """
 
 from dataclasses import asdict, dataclass

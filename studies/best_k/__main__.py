@@ -25,7 +25,7 @@ BEGIN, END = "<!-- best K: written by `make tables` -->", "<!-- end of best K --
 
 
 def best_k_table(config: Mapping[str, Any], system: System) -> Table:
-    """A row per mu, a column per batch: best K in BF16 and each format, and tokens per second over BF16, all at their fastest."""
+    """A row per mu, a column per batch: best K in BF16 and each format, tokens per second over BF16, each at its fastest."""
     rows = [[f"{mu:.1f}", *(_cell(config, system, mu, batch) for batch in config["batches"])] for mu in config["mu"]]
     columns = ["mu at K = " + str(config["k"]), *(f"batch {b}" for b in config["batches"])]
     return Table("", columns, [""] * len(columns), rows)
@@ -71,8 +71,8 @@ def section(config: Mapping[str, Any]) -> str:
     ).communication_told
     assumptions = (
         f"Assumptions: mu is what K = {config['k']} accepts, in every format alike; every depth accepts alike (S_k = alpha^k);",
-        f"the draft's cache stays BF16; K is the smallest within 1 % of the best, up to {config['k_max']}, the largest that was",
-        f"timed: where {config['k_max']} stands, more may be better.",
+        f"the draft's cache stays BF16; K is the smallest within 1 % of the best, up to {config['k_max']}, the largest that",
+        f"was timed: where {config['k_max']} stands, more may be better.",
         f"A format that also cost {config['lost']:g} accepted tokens would move K by at most {steps} and take up to",
         f"{100 * share:.1f} % of the speed. Step times are specq's own kernels', without an engine's scheduler",
         f"([measured]({RESULTS}/README.md)): one GPU's share of two, to which is added {steps_told}.",

@@ -51,6 +51,6 @@ class Steps:
         """In words what was added."""
         e, gpu = self.roofline.efficiency, self.roofline.gpu
         return (
-            f"two all-reduces a layer and the gather of the logits, each {1e6 * e.reduce_seconds:.0f} microseconds and its bytes"
-            f" over {e.link:.2f} of the {gpu.link:.0f} GB/s of the data sheet: assumed latency and assumed share"
+            f"two all-reduces a layer and the gather of the logits, each {1e6 * e.reduce_seconds:.0f} microseconds and its"
+            f" bytes over {e.link:.2f} of the {gpu.link:.0f} GB/s of the data sheet: assumed latency and assumed share"
         )
