@@ -44,6 +44,7 @@ def cost_command(
     file = read_file(str(timings))
     shapes = {"target": main} | ({"draft": second} if second else {})
     found = fit(file.records, shapes, gpu, count, timings.name, file.share_of)
+    found.check(timings)
     if out is not None:
         files.write_text(out, as_toml(replace(gpu, efficiency=found.efficiency)))
     if as_json:
