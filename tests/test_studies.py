@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -196,6 +198,26 @@ def test_kept_pages_are_what_their_json_gives(name, page):
     stored = json.loads((KEPT / name / f"{name}.json").read_text())
     assert (KEPT / name / "README.md").read_text() == page.text(stored)
     assert {"torch", "transformers", "date", "command", "device", "seconds"} <= stored["environment"].keys()
+
+
+def test_the_kept_page_of_pairs_on_a_gpu(tmp_path):
+    """Written from the JSON beside it, with each pair's joint p and commands whose options the script takes; without a place
+    to write, the script refuses in one sentence."""
+    folder, script = KEPT / "gpu", ROOT / "studies" / "gpu_check.py"
+    for name in ("gpu.json", "scoring.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+
+    def called(*args):
+        return subprocess.run([sys.executable, script, *args], capture_output=True, text=True)
+
+    assert called("--page", tmp_path).returncode == 0
+    page = (tmp_path / "README.md").read_text()
+    assert page == (folder / "README.md").read_text()
+    for pair in json.loads((folder / "gpu.json").read_text())["pairs"].values():
+        assert pair["command"].endswith(" --out DIR")
+        assert f"together: p = {pair['rollouts']['joint']['p_value']:.2f}" in page
+    bad = called("--pair", "tiny", "--prompts", "12")
+    assert bad.returncode == 2 and "give --out DIR" in bad.stderr and "Traceback" not in bad.stderr
 
 
 def test_every_claim_has_a_verdict():
