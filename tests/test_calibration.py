@@ -15,12 +15,12 @@ from specq.cost.calibration import fit
 from specq.cost.gpus import Efficiency, get_gpu
 from specq.cost.roofline import Roofline
 from specq.cost.spec import build, parse_cost
-from specq.cost.table import Timing
+from specq.cost.table import Timing, read_file
 from specq.cost_command import as_toml
 from specq.errors import SpecqError
 from specq.shape import ModelShape
 
-ROOT = Path(__file__).resolve().parents[1]
+KEPT = Path(__file__).resolve().parents[1] / "studies" / "results" / "llama70b-1b" / "timings.json"
 PAIR = pairs.find("llama8b-1b", None, None)
 SHAPES = {side: ModelShape.of_registered(getattr(PAIR, side).shape) for side in ("target", "draft")}
 H200 = get_gpu("h200")
@@ -176,7 +176,7 @@ def test_rates_above_the_data_sheet_are_named():
 def test_timings_of_another_model_are_refused(pair, tmp_path):
     """The kept times of a 70B pair against smaller shapes: one sentence that says how to use them, from `--cost` and from
     `specq cost` alike, and nothing written; the same file serves its own pair, and every pair by its factors."""
-    path, out = ROOT / "studies" / "results" / "llama70b-1b" / "timings.json", tmp_path / "mine.toml"
+    path, out = KEPT, tmp_path / "mine.toml"
     shapes = pair_shapes(pair, None, None, None)
     with pytest.raises(
         SpecqError, match="roofline of this pair misses the draft's times of .* by a factor of [23]"
@@ -240,3 +240,17 @@ def test_the_command_writes_an_accelerator_of_its_own(tmp_path):
         bad = run("cost", path, *args)
         assert bad.returncode == 2 and says in bad.stderr and "Traceback" not in bad.stderr, (args, bad.stderr)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.toml", "t.json"]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_nothing_is_cut_in_a_narrow_terminal(columns):
+    """The kept times: every name and number is whole at 80 columns, and no line is longer than the terminal."""
+    said = run("cost", KEPT, "--gpus", "2xh200", "--pair", "llama70b-1b", COLUMNS=str(columns)).stdout
+    assert "…" not in said and max(map(len, said.splitlines())) <= columns
+    words = set(said.split())
+    assert {"reduce_seconds", "int8_per_token_head", "assumed", "measured", "context", "ratio"} <= words
+    shapes = dict(zip(("target", "draft"), pair_shapes("llama70b-1b", None, None, None), strict=True))
+    file = read_file(str(KEPT))
+    found = fit(file.records, shapes, H200, 2, KEPT.name, file.share_of)
+    for t, seconds in zip(found.timings, found.seconds, strict=True):
+        assert {f"{1e3 * t.seconds:.3f}", f"{1e3 * seconds:.3f}", f"{seconds / t.seconds:.3f}"} <= words
