@@ -230,6 +230,17 @@ def test_every_claim_has_a_verdict():
         )
 
 
+def test_an_agreement_is_a_share(small):
+    """Intervals of top-1 agreement end at 0 and 1, in what is measured and in the kept results."""
+    for m in small[0].values():
+        for f in m.formats:
+            e, free = m.top1_agreement(f"{f}+bf16"), m.mean("top1_agrees", f"{f}+bf16")
+            assert (e.value, e.lo, e.hi) == (free.value, max(free.lo, 0), min(free.hi, 1))
+    stored = json.loads((KEPT / "context" / "context.json").read_text())
+    found = [f for s in stored["series"] for p in s["points"] for f in p["formats"].values()] + stored["health"]["arms"]
+    assert all(0 <= f["top1_agreement"]["ci95"][0] <= f["top1_agreement"]["ci95"][1] <= 1 for f in found)
+
+
 def test_plots_of_the_context_study(tmp_path):
     """Drawn from the JSON alone."""
     (tmp_path / "context.json").write_text((KEPT / "context" / "context.json").read_text())
