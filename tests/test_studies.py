@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+from test_cli import run
 
 from specq import files
 from specq.analysis import BASE
 from specq.cli import app
+from specq.cost.gpus import get_gpu
 from specq.errors import SpecqError
 from specq.kv import FORMATS as FORMATS_KNOWN
 from specq.kv import get_format
@@ -288,6 +290,22 @@ def test_commands_of_the_manual_exist(page, line):
     command = typer.main.get_command(app).commands[words[1]]
     known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
     assert {w for w in words if w.startswith("--")} <= known, line
+
+
+@pytest.mark.parametrize("page, line", _commands())
+def test_files_in_commands_of_the_manual_are_there(page, line):
+    """Every file of the repository that a command of the README and docs/ names."""
+    for path in re.findall(r"\bstudies/[\w./-]+", line):
+        assert (ROOT / path).exists(), line
+
+
+def test_the_guides_calibration_runs_as_written(tmp_path):
+    """`specq cost` of docs/guide.md, from the repository's root: it writes the factors that the next line uses."""
+    (tmp_path / "studies").symlink_to(ROOT / "studies")
+    line = next(line for page, line in _commands() if page == "guide.md" and line.startswith("specq cost "))
+    said = run(*shlex.split(line)[1:], cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert get_gpu(str(tmp_path / "my-h200.toml")).efficiency.bandwidth == pytest.approx(0.80, abs=0.01)
 
 
 def test_links_of_the_manual_lead_somewhere():
