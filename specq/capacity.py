@@ -214,10 +214,11 @@ def _fits(rows: list[FormatRow], wanted: int, found: CapacityReport) -> str:
     whose = " (target and draft)" if found.load.draft else ""
     need = f"{gigabytes(r.per_gpu * wanted * found.server.gpus)} of KV cache{whose} over all GPUs"
     if r.fit >= wanted:
-        return f"{_names(rows)}: {need}, fits; room for {r.fit:,} sequences, or {wanted:,} of {r.longest:,} tokens"
+        room = f"{r.fit:,} sequence{'' if r.fit == 1 else 's'}"
+        return f"{_names(rows)}: {need}, fits; room for {room}, or {wanted:,} of {r.longest:,} tokens"
     would = f"{wanted:,} fit up to {r.longest:,} tokens" if r.longest else "no context is short enough"
     more = f", or on {r.servers} such servers side by side" if r.servers else ""
-    return f"{_names(rows)}: {need}, does not fit; {r.fit:,} do, or {would}{more}"
+    return f"{_names(rows)}: {need}, does not fit; {r.fit:,} {'does' if r.fit == 1 else 'do'}, or {would}{more}"
 
 
 def _count(sequences: int, context: int) -> str:

@@ -8,7 +8,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from specq import pairs
-from specq.capacity import LONGEST, CapacityReport, Load, Server, explain, gigabytes, report
+from specq.capacity import LONGEST, CapacityReport, FormatRow, Load, Server, explain, gigabytes, report
 from specq.cost.gpus import parse_gpus
 from specq.errors import SpecqError
 from specq.kv import FORMATS, get_format
@@ -46,7 +46,10 @@ def capacity_command(
         return
     console = Terminal()
     console.print(_title(found), markup=False)
-    console.print(_table(found))
+    table = _table(found)
+    if console.measure(table, options=console.options.update(max_width=1000)).maximum > console.width:
+        table = _table(found, vllm=False)  # `specq formats` has vLLM's names; no name or number is cut
+    console.print(table)
     for line in explain(found):
         console.print(line, markup=False)
 
@@ -91,7 +94,7 @@ def _registered(side: pairs.Side) -> ModelShape:
 def _title(found: CapacityReport) -> str:
     t = found.load.target
     kept = ", ".join(f"{n} of window {w}" if w else f"{n} full" for w, n in t.layers)
-    heads = f"a latent of {t.latent} elements" if t.latent else f"{t.kv_heads} KV heads x {t.head_dim}"
+    heads = f"a latent of {t.latent} elements" if t.latent else f"{_kv_heads(t.kv_heads)} x {t.head_dim}"
     over = f"; {found.server.gpus} GPUs keep {_copies(found)}" if found.server and found.server.gpus > 1 else ""
     beyond = (
         f" (beyond the model's {t.max_positions:,} positions)" if found.context > (t.max_positions or LONGEST) else ""
@@ -106,32 +109,44 @@ def _copies(found: CapacityReport) -> str:
     t, n = found.load.target, found.server.gpus
     if t.latent:
         return f"a whole latent each ({n} copies)"
-    return f"every KV head {n // t.kv_heads} times" if n > t.kv_heads else f"{t.kv_heads // n} KV heads each"
+    return f"every KV head {n // t.kv_heads} times" if n > t.kv_heads else f"{_kv_heads(t.kv_heads // n)} each"
 
 
-def _table(found: CapacityReport) -> Table:
+def _kv_heads(n: int) -> str:
+    return f"{n} KV head{'' if n == 1 else 's'}"
+
+
+def _table(found: CapacityReport, *, vllm: bool = True) -> Table:
     table = Table(box=SIMPLE, pad_edge=False)
-    headings = ["format", "vLLM", "KV cache", "of it scales"]
+    headings = ["format", "vLLM", "KV cache", "of it\nscales"]
     if found.server:
-        headings += ["per GPU with draft" if found.load.draft else "per GPU", "sequences that fit"]
+        headings += ["per GPU\nwith draft" if found.load.draft else "per GPU", "sequences\nthat fit"]
     if found.sequences:
-        headings.append(f"longest context of {found.sequences:,}")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("format", "vLLM") else "right")
-    for row in found.rows:
-        if row.refused:
-            table.add_row(row.name, row.vllm or "none", "refused")
-            continue
-        cells = [
-            gigabytes(row.target_codes + row.target_scales),
-            gigabytes(row.target_scales) if row.target_scales else "0",
-        ]
-        if found.server:
-            cells += [gigabytes(row.per_gpu), f"{row.fit:,}"]
-        if found.sequences:
-            cells.append(f"{row.longest:,}")
-        table.add_row(row.name, row.vllm or "none", *cells)
+        headings.append(f"longest\ncontext\nof {found.sequences:,}")
+    rows = [headings, *(_cells(row, found) for row in found.rows)]
+    if not vllm:
+        rows = [[row[0], *row[2:]] for row in rows]
+    for heading in rows[0]:
+        left = heading in ("format", "vLLM")
+        table.add_column(heading, justify="left" if left else "right", vertical="bottom", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*row)
     return table
+
+
+def _cells(row: FormatRow, found: CapacityReport) -> list[str]:
+    names = [row.name, row.vllm or "none"]
+    if row.refused:
+        return [*names, "refused"]
+    cells = [
+        gigabytes(row.target_codes + row.target_scales),
+        gigabytes(row.target_scales) if row.target_scales else "0",
+    ]
+    if found.server:
+        cells += [gigabytes(row.per_gpu), f"{row.fit:,}"]
+    if found.sequences:
+        cells.append(f"{row.longest:,}")
+    return names + cells
 
 
 def as_dict(found: CapacityReport) -> dict:

@@ -310,7 +310,7 @@ def rollout(
     seed: opt.Seed = None,
     replay: Annotated[bool | None, typer.Option(help="Check against the replay of the emitted text.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Output directory; default runs/rollout-<pair>-<dtype>-k<K>.")
+        Path | None, typer.Option(help="Output directory; default runs/rollout-<pair>-<dtype>-k<K>...")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a rollout of another configuration.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted rollout.")] = False,

@@ -44,6 +44,7 @@ def cost_command(
     file = read_file(str(timings))
     shapes = {"target": main} | ({"draft": second} if second else {})
     found = fit(file.records, shapes, gpu, count, timings.name, file.share_of)
+    found.check(timings)
     if out is not None:
         files.write_text(out, as_toml(replace(gpu, efficiency=found.efficiency)))
     if as_json:
@@ -110,8 +111,8 @@ def group_table(found: Calibration) -> Table:
 
 def record_table(found: Calibration) -> Table:
     """Every timing beside the roofline."""
-    headings = ["kind", "KV format", "batch", "context", "new tokens", "measured", "roofline", "ratio"]
-    table = _table("every timing, ms", headings)
+    headings = ["kind", "KV format", "batch", "context", "new", "measured", "roofline", "ratio"]
+    table = _table("every timing in ms; new: new tokens", headings)
     for i, t in enumerate(found.timings):
         times = (f"{1e3 * t.seconds:.3f}", f"{1e3 * found.seconds[i]:.3f}", f"{found.seconds[i] / t.seconds:.3f}")
         table.add_row(t.kind, t.kv_format, str(t.batch), f"{t.context:,}", str(t.new_tokens), *times)
@@ -122,7 +123,8 @@ def _table(title: str, headings: list[str]) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for heading in headings:
         left = heading in ("factor", "", "kind", "KV format", "worst case")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+        prose = heading in ("", "worst case")  # folds where the terminal is narrow, so that no name or number is cut
+        table.add_column(heading, justify="left" if left else "right", no_wrap=not prose)
     return table
 
 

@@ -49,8 +49,7 @@ def rollout_command(
     if options["target"] and options["draft"]:
         given["pair"] = None
     config = make_config(RolloutConfig, **given)
-    folder = "-".join(["rollout", pair.name, *(names[n] for n in config.dtypes), f"k{config.k}"])
-    out = Path(os.path.normpath(out or Path("runs") / folder))
+    out = Path(os.path.normpath(out or Path("runs") / _folder(pair, config, names)))
     if not out.name:
         raise SpecqError(f"--out {out} is no directory that a rollout could be renamed to; name a new one")
     files.refuse_foreign(out, KIND)
@@ -67,6 +66,16 @@ def rollout_command(
         refuse_mixing(out, lambda old: same_study(config, old.configuration), overwrite, resume, KIND)
         run_rollouts(config, out, overwrite, Reporter(quiet), resume=resume)
     show(out)
+
+
+def _folder(pair: pairs.Pair, config: RolloutConfig, names: dict[str, str]) -> str:
+    """The default directory's name: pair, formats and K, and the draft or its format where they are not the default ones."""
+    parts = ["rollout", pair.name, *(names[n] for n in config.dtypes), f"k{config.k}"]
+    if config.draft and config.pair:  # without a registered pair its name has the draft's already
+        parts.append(f"draft-{Path(config.draft).name}")
+    if config.draft_dtype != RolloutConfig.model_fields["draft_dtype"].default:
+        parts.append(f"draft-{config.draft_dtype}")
+    return "-".join(parts)
 
 
 def run_rollouts(

@@ -1,7 +1,7 @@
 """The best K, per batch and context, with the uncertainty of the very draws that gave mu its interval.
 
-Rule (DESIGN section 6): the smallest K whose paired bootstrap log-ratio to the best includes 0 and whose point loss is
-at most 1 %. K = 0 means plain decoding. K beyond what was measured is never recommended.
+Rule (docs/method.md, "From acceptance to K"): the smallest K whose paired bootstrap log-ratio to the best includes 0 and
+whose point loss is at most 1 %. K = 0 means plain decoding. K beyond what was measured is never recommended.
 """
 
 from bisect import bisect_left

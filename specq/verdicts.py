@@ -1,4 +1,4 @@
-"""The findings that stand beside a recommendation, each with its evidence (codes of DESIGN section 6)."""
+"""The findings that stand beside a recommendation, each with its evidence."""
 
 from dataclasses import replace
 

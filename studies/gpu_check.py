@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from specq.agreement import compare, joint
+from specq.agreement import ERROR, LEVEL, compare, joint
 from specq.config import RolloutConfig
 from specq.inputs import Models, calibrate, choose_prompts, load_models, prompt_source
 from specq.kv import get_format
@@ -138,7 +138,7 @@ def page(made: dict) -> str:
     lines = [
         "# Pairs on a GPU against the CPU",
         "",
-        f"{some['device']}, torch {some['torch']}, transformers {some['transformers']}; `python studies/gpu_check.py`.",
+        f"{some['device']}, torch {some['torch']}, transformers {some['transformers']}; `studies/gpu_check.py`.",
         "Texts sampled on the CPU in float32, scored there and on the GPU; alpha is the acceptance probability of a position.",
     ]
     for name, pair in made["pairs"].items():
@@ -146,7 +146,8 @@ def page(made: dict) -> str:
         lines += ["", f"## {name}", "", f"`{pair['command']}`, {pair['environment']['date']}:"]
         lines += [f"{pair['positions']} positions; attention by {attention}.", ""]
         lines += [
-            "| computes in | KV cache | mean alpha, CPU | GPU | mean difference of alpha | of log p | largest | within |"
+            "| computes in | KV cache | mean alpha, CPU | GPU | mean difference of alpha | of log p |"
+            " largest difference of alpha | within |"
         ]
         lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
         for dtype, arms in pair["scored"].items():
@@ -173,10 +174,19 @@ def page(made: dict) -> str:
                 f"| {arm} | {r['emitted_per_cycle']:.3f} | {r['cycles']:.0f} | {r['cycles_replayed']:.1f} |"
                 f" {r['p_value']:.2f} | {r['kv_bytes_per_token']:.0f} | {r['tokens_per_second']:.0f} |"
             )
+        lines += ["", _together(pair["rollouts"]["joint"])]
     lines += ["", "Within: mean |difference| of alpha and difference of its mean at most " + ", ".join(
         f"{a} and {b} ({dtype})" for dtype, (a, b) in TOLERANCE.items()
     ) + "; twice the first for FP8, whose steps are coarser."]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _together(joint: dict) -> str:
+    """The rollouts' test against their replay over all formats."""
+    return (
+        f"All rollouts against their replay together: p = {joint['p_value']:.2f}, power {joint['power']:.2f} at level"
+        f" {LEVEL:g} against errors of {100 * ERROR:g} % in every count."
+    )
 
 
 def scoring(made: dict) -> str:
@@ -204,11 +214,13 @@ def scoring(made: dict) -> str:
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, metavar="DIR")
     parser.add_argument("--pair", action="append", default=[])
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--page", type=Path)
+    parser.add_argument("--page", type=Path, metavar="DIR")
     args = parser.parse_args()
+    if not (args.out or args.page):
+        parser.error("give --out DIR to measure, or --page DIR to write the page of what was measured")
     if args.page:
         text = page(json.loads((args.page / "gpu.json").read_text()))
         if (args.page / "scoring.json").is_file():
@@ -220,7 +232,7 @@ def main() -> None:
         made = json.loads((args.out / "gpu.json").read_text())
     for pair in args.pair or ["tiny", "gemma270m-ngram"]:
         began = time.perf_counter()
-        command = f"python studies/gpu_check.py --pair {pair} --prompts {args.prompts}"
+        command = f"python studies/gpu_check.py --pair {pair} --prompts {args.prompts} --out DIR"
         made["pairs"][pair] = {"command": command} | check(pair, args.prompts, 128, 96)
         print(f"{pair}: {time.perf_counter() - began:.0f} s", flush=True)
         args.out.mkdir(parents=True, exist_ok=True)

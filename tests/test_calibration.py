@@ -3,20 +3,24 @@
 import json
 import tomllib
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from test_cli import run
 
 from specq import pairs
+from specq.capacity_command import pair_shapes
 from specq.cost.calibration import fit
 from specq.cost.gpus import Efficiency, get_gpu
 from specq.cost.roofline import Roofline
 from specq.cost.spec import build, parse_cost
-from specq.cost.table import Timing
+from specq.cost.table import Timing, read_file
+from specq.cost_command import as_toml
 from specq.errors import SpecqError
 from specq.shape import ModelShape
 
+KEPT = Path(__file__).resolve().parents[1] / "studies" / "results" / "llama70b-1b" / "timings.json"
 PAIR = pairs.find("llama8b-1b", None, None)
 SHAPES = {side: ModelShape.of_registered(getattr(PAIR, side).shape) for side in ("target", "draft")}
 H200 = get_gpu("h200")
@@ -168,6 +172,24 @@ def test_rates_above_the_data_sheet_are_named():
     assert "bandwidth" in fit(fast, SHAPES, H200).impossible and fit(timings(), SHAPES, H200).impossible == []
 
 
+@pytest.mark.parametrize("pair", ["tiny", "llama8b-1b"])
+def test_timings_of_another_model_are_refused(pair, tmp_path):
+    """The kept times of a 70B pair against smaller shapes: one sentence that says how to use them, from `--cost` and from
+    `specq cost` alike, and nothing written; the same file serves its own pair, and every pair by its factors."""
+    path, out = KEPT, tmp_path / "mine.toml"
+    shapes = pair_shapes(pair, None, None, None)
+    with pytest.raises(
+        SpecqError, match="roofline of this pair misses the draft's times of .* by a factor of [23]"
+    ) as refused:
+        build(parse_cost(f"roofline:2xh200@{path}"), *shapes)
+    assert f"`specq cost {path} --pair NAME --gpus NxGPU --out mine.toml`" in str(refused.value)
+    bad = run("cost", path, "--gpus", "2xh200", "--pair", pair, "--out", out)
+    assert bad.returncode == 2 and str(refused.value) in bad.stderr and not out.exists(), bad.stderr
+    own = build(parse_cost(f"roofline:2xh200@{path}"), *pair_shapes("llama70b-1b", None, None, None))
+    out.write_text(as_toml(replace(H200, efficiency=own.efficiency)))
+    assert build(parse_cost(f"roofline:2x{out}"), *shapes).efficiency.bandwidth == own.efficiency.bandwidth
+
+
 def test_a_draft_without_a_shape_is_refused():
     """Draft timings need the draft's shape; a target's alone do not."""
     with pytest.raises(SpecqError, match="timings of a draft, whose shape is not given"):
@@ -218,3 +240,17 @@ def test_the_command_writes_an_accelerator_of_its_own(tmp_path):
         bad = run("cost", path, *args)
         assert bad.returncode == 2 and says in bad.stderr and "Traceback" not in bad.stderr, (args, bad.stderr)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.toml", "t.json"]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_nothing_is_cut_in_a_narrow_terminal(columns):
+    """The kept times: every name and number is whole at 80 columns, and no line is longer than the terminal."""
+    said = run("cost", KEPT, "--gpus", "2xh200", "--pair", "llama70b-1b", COLUMNS=str(columns)).stdout
+    assert "…" not in said and max(map(len, said.splitlines())) <= columns
+    words = set(said.split())
+    assert {"reduce_seconds", "int8_per_token_head", "assumed", "measured", "context", "ratio"} <= words
+    shapes = dict(zip(("target", "draft"), pair_shapes("llama70b-1b", None, None, None), strict=True))
+    file = read_file(str(KEPT))
+    found = fit(file.records, shapes, H200, 2, KEPT.name, file.share_of)
+    for t, seconds in zip(found.timings, found.seconds, strict=True):
+        assert {f"{1e3 * t.seconds:.3f}", f"{1e3 * seconds:.3f}", f"{seconds / t.seconds:.3f}"} <= words

@@ -245,3 +245,15 @@ def test_the_command_answers_and_refuses(tmp_path):
     ):
         bad = run("capacity", *args)
         assert bad.returncode == 2 and says in bad.stderr and "Traceback" not in bad.stderr, (args, bad.stderr)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_nothing_is_cut_in_a_narrow_terminal(columns):
+    """Names and numbers are whole at 80 columns, where vLLM's names make room; 8 GPUs for 8 KV heads keep 1 head each."""
+    asked = ["capacity", "--pair", "llama70b-1b", "--gpus", "8xh100", "--context", "32768", "--sequences", "200"]
+    said = run(*asked, COLUMNS=str(columns)).stdout
+    assert "…" not in said and max(map(len, said.splitlines())) <= columns
+    assert "keep 1 KV head each" in " ".join(said.split())
+    assert ("bfloat16" in said) == (columns > 80)
+    row = next(line.split() for line in said.splitlines() if line.startswith(" int8_per_token_head "))
+    assert row[-8:] == "5.54 GB 0.17 GB 0.83 GB 63 10,440".split()

@@ -19,8 +19,8 @@ from specq.rules import Rule, acceptance_terms
 K_MAX = 8
 PROBABILISTIC = toys.RULES[0]
 
-# A toy with the shape of DESIGN section 2: the arm p + EPS * TILT accepts less (by 0.045 tokens at K = 3), its own b
-# on the baseline's text gives nearly twice that, and b alone gives the other sign.
+# A toy with the shape of docs/method.md, "Another arm on the same text": the arm p + EPS * TILT accepts less (by 0.045
+# tokens at K = 3), its own b on the baseline's text gives nearly twice that, and b alone gives the other sign.
 P = np.array([[0.38, 0.31, 0.31], [0.36, 0.20, 0.44], [0.27, 0.20, 0.53]])
 Q = np.array([[0.28, 0.56, 0.16], [0.29, 0.31, 0.40], [0.52, 0.15, 0.33]])
 TILT = np.array([[-0.23, -0.12, 0.35], [0.04, 0.08, -0.12], [-0.03, -0.04, 0.07]])

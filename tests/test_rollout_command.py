@@ -54,6 +54,16 @@ def test_rollout_end_to_end(tmp_path):
     assert other.returncode == 2 and "another configuration" in other.stderr
 
 
+def test_other_drafts_have_directories_of_their_own(tmp_path):
+    """The drafts of docs/guide.md, one after the other without --out: none finds another's rollout in its directory."""
+    small = ["--num-prompts", "1", "--prompt-tokens", "16", "--output-tokens", "4", "--quiet"]
+    for more in ([], ["--draft", "self"], ["--draft", "ngram"], ["--draft-dtype", "same"]):
+        out = run("rollout", "--pair", "tiny", "--dtype", "fp8", "--k", "2", *more, *small, cwd=tmp_path)
+        assert out.returncode == 0, out.stderr
+    made = sorted(p.name.removeprefix("rollout-tiny-fp8-k2") for p in (tmp_path / "runs").iterdir())
+    assert made == ["", "-draft-ngram", "-draft-same", "-draft-self"]
+
+
 @pytest.mark.parametrize("draft", ["self", "ngram"])
 def test_drafts_without_weights_of_their_own(tmp_path, draft):
     """--draft self takes the target with its own KV format, ngram takes no model; both are named in the file."""

@@ -3,15 +3,19 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import typer
+from test_cli import run
 
 from specq import files
 from specq.analysis import BASE
 from specq.cli import app
+from specq.cost.gpus import get_gpu
 from specq.errors import SpecqError
 from specq.kv import FORMATS as FORMATS_KNOWN
 from specq.kv import get_format
@@ -198,6 +202,26 @@ def test_kept_pages_are_what_their_json_gives(name, page):
     assert {"torch", "transformers", "date", "command", "device", "seconds"} <= stored["environment"].keys()
 
 
+def test_the_kept_page_of_pairs_on_a_gpu(tmp_path):
+    """Written from the JSON beside it, with each pair's joint p and commands whose options the script takes; without a place
+    to write, the script refuses in one sentence."""
+    folder, script = KEPT / "gpu", ROOT / "studies" / "gpu_check.py"
+    for name in ("gpu.json", "scoring.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+
+    def called(*args):
+        return subprocess.run([sys.executable, script, *args], capture_output=True, text=True)
+
+    assert called("--page", tmp_path).returncode == 0
+    page = (tmp_path / "README.md").read_text()
+    assert page == (folder / "README.md").read_text()
+    for pair in json.loads((folder / "gpu.json").read_text())["pairs"].values():
+        assert pair["command"].endswith(" --out DIR")
+        assert f"together: p = {pair['rollouts']['joint']['p_value']:.2f}" in page
+    bad = called("--pair", "tiny", "--prompts", "12")
+    assert bad.returncode == 2 and "give --out DIR" in bad.stderr and "Traceback" not in bad.stderr
+
+
 def test_every_claim_has_a_verdict():
     """(a) to (i), each with a verdict, a reason and evidence."""
     stored = json.loads((KEPT / "claims" / "claims.json").read_text())
@@ -206,6 +230,17 @@ def test_every_claim_has_a_verdict():
         assert (
             c["verdict"] in ("confirmed", "not confirmed here", "depends") and c["because"] and c["tables"][0]["rows"]
         )
+
+
+def test_an_agreement_is_a_share(small):
+    """Intervals of top-1 agreement end at 0 and 1, in what is measured and in the kept results."""
+    for m in small[0].values():
+        for f in m.formats:
+            e, free = m.top1_agreement(f"{f}+bf16"), m.mean("top1_agrees", f"{f}+bf16")
+            assert (e.value, e.lo, e.hi) == (free.value, max(free.lo, 0), min(free.hi, 1))
+    stored = json.loads((KEPT / "context" / "context.json").read_text())
+    found = [f for s in stored["series"] for p in s["points"] for f in p["formats"].values()] + stored["health"]["arms"]
+    assert all(0 <= f["top1_agreement"]["ci95"][0] <= f["top1_agreement"]["ci95"][1] <= 1 for f in found)
 
 
 def test_plots_of_the_context_study(tmp_path):
@@ -255,6 +290,22 @@ def test_commands_of_the_manual_exist(page, line):
     command = typer.main.get_command(app).commands[words[1]]
     known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
     assert {w for w in words if w.startswith("--")} <= known, line
+
+
+@pytest.mark.parametrize("page, line", _commands())
+def test_files_in_commands_of_the_manual_are_there(page, line):
+    """Every file of the repository that a command of the README and docs/ names."""
+    for path in re.findall(r"\bstudies/[\w./-]+", line):
+        assert (ROOT / path).exists(), line
+
+
+def test_the_guides_calibration_runs_as_written(tmp_path):
+    """`specq cost` of docs/guide.md, from the repository's root: it writes the factors that the next line uses."""
+    (tmp_path / "studies").symlink_to(ROOT / "studies")
+    line = next(line for page, line in _commands() if page == "guide.md" and line.startswith("specq cost "))
+    said = run(*shlex.split(line)[1:], cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert get_gpu(str(tmp_path / "my-h200.toml")).efficiency.bandwidth == pytest.approx(0.80, abs=0.01)
 
 
 def test_links_of_the_manual_lead_somewhere():

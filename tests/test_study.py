@@ -59,7 +59,7 @@ def test_the_answer_is_printed_with_its_paths(finished):
 
 
 def test_every_promised_file_is_there(finished):
-    """The files of DESIGN section 5, valid against their schemas, and nothing partial left."""
+    """The files of docs/guide.md, valid against their schemas, and nothing partial left."""
     root, _, _ = finished
     folder = root / "runs" / "tiny-fp8-int8"
     assert sorted(p.name for p in folder.iterdir()) == [

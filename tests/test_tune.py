@@ -70,7 +70,7 @@ def test_t03_acceptance_and_time_are_told_apart():
 
 
 def test_the_smallest_k_that_cannot_be_told_from_the_best():
-    """DESIGN's rule: a smaller K wins when its paired log-ratio to the best includes 0 and its point loss is <= 1 %."""
+    """docs/method.md: a smaller K wins when its paired log-ratio to the best includes 0 and its point loss is <= 1 %."""
     point = np.array([1.0, 1.50, 1.995, 2.0, 1.9])
     rng = np.random.default_rng(1)
     common = 1 + 0.2 * rng.standard_normal((2000, 1))

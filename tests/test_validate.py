@@ -377,7 +377,7 @@ def test_requests_use_only_what_that_vllm_knows(version, free):
 
 
 def test_backends_are_asked_for_where_vllm_would_not_choose_one_that_works():
-    """e5m2 and the per-token-head formats are asked for on TRITON_ATTN, as DESIGN's table has them."""
+    """e5m2 and the per-token-head formats are asked for on TRITON_ATTN, where vLLM has them (docs/vllm.md)."""
     work = small_work()
     asked = {f: build(Cell(get_format(f), 0, "greedy"), work).engine.get("attention_backend")
              for f in ("bf16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head")}  # fmt: skip

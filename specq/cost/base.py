@@ -1,7 +1,7 @@
 """What a cost model is: seconds of one forward step of the draft or the target.
 
 A cycle with K drafted tokens costs K draft steps of one token, one target step over K + 1 positions and a fixed term;
-plain decoding costs one target step over one position (DESIGN section 6).
+plain decoding costs one target step over one position (docs/method.md, "From acceptance to K").
 """
 
 from collections.abc import Callable

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 PULL = 0.01  # residual of one unit of distance from the assumed factors: of a rate e-fold, of a time see SCALE
 SCALE = {"layer_seconds": 10e-6, "step_seconds": 100e-6, "reduce_seconds": 10e-6}
 STARTS = ((0.8,), (0.6, 0.15), (1.0, 5.0))  # bandwidth; matrix; square roots of all times in SCALE
+OTHER = float(np.log(2))  # rms of log(roofline / measured) beyond which times are of another model
 OWN = 0.5  # a factor is the timings' own where they give more than this share of what is known about it
 
 
@@ -64,6 +65,20 @@ class Calibration:
     def impossible(self) -> list[str]:
         """Rates found above the data sheet's: timings of another GPU or model, or of one that a cache holds."""
         return [n for n in self.share if n not in SCALE and getattr(self.efficiency, n) > 1]
+
+    def check(self, path: object) -> None:
+        """Raises SpecqError where the best factors still miss the times of the target or of the draft by a factor of 2.
+
+        Each by itself: free factors bend to the model with more timings, and the other shows that they do not fit.
+        """
+        kinds = np.array([t.kind for t in self.timings])
+        miss, kind = max((_rms(self.residuals[kinds == kind]), kind) for kind in set(kinds))
+        if miss > OTHER:
+            raise SpecqError(
+                f"the roofline of this pair misses the {kind}'s times of {path} by a factor of {np.exp(miss):.1f}: they are of"
+                f" another model; `specq cost {path} --pair NAME --gpus NxGPU --out mine.toml` gives factors that serve any"
+                " pair"
+            )
 
     def groups(self) -> list[dict]:
         """Per kind and format: records, the middle roofline/measured, the error's root mean square, and the worst case."""

@@ -53,7 +53,10 @@ def parse_cost(text: str) -> CostSpec:
 
 
 def build(spec: CostSpec, target: ModelShape, draft: ModelShape) -> CostModel:
-    """The cost model of a roofline or a file; measuring needs models and lives in `specq.cost.measured`."""
+    """The cost model of a roofline or a file; measuring needs models and lives in `specq.cost.measured`.
+
+    Raises SpecqError for timings that no efficiency of this pair's roofline explains (`Calibration.check`).
+    """
     if spec.kind == "file":
         return read_timings(spec.timings)
     if spec.kind != "roofline":
@@ -63,6 +66,7 @@ def build(spec: CostSpec, target: ModelShape, draft: ModelShape) -> CostModel:
     file = read_file(spec.timings)
     shapes = {"target": target, "draft": draft}
     found = fit(file.records, shapes, spec.gpu, spec.gpus, Path(spec.timings).name, file.share_of)
+    found.check(spec.timings)
     return Roofline(spec.gpu, target, draft, spec.gpus, found, file.fixed)
 
 

@@ -185,7 +185,7 @@ class QuantizedCache(Cache):
         scales: one LayerScales per layer.
         batch: rows.
         capacity: tokens per row that can be stored; a write beyond it raises.
-        round_query: whether queries are rounded to e4m3 before attention (DESIGN: `--query-dtype`).
+        round_query: whether queries are rounded to e4m3 before attention (`--query-dtype`).
         splits: number of pieces attention cuts the K/V sequence into before merging by log-sum-exp.
         layer: what stores a layer: this module's, or `paged.PagedLayer`.
     """

@@ -87,6 +87,11 @@ class Measured:
         """Mean of a column over positions (those of `where`, a mask), clustered by document."""
         return self._mean([(1.0, self._sums(column, arm, where))])
 
+    def top1_agreement(self, arm: str) -> Estimate:
+        """Share of positions at which BF16's most probable token stays the most probable, its interval cut at 0 and 1."""
+        e = self.mean("top1_agrees", arm)
+        return Estimate(e.value, e.se, max(e.lo, 0.0), min(e.hi, 1.0))
+
     def share_of_text(self) -> np.ndarray:
         """How far into its text each position lies, in (0, 1]."""
         return self.columns[BASE]["position"] / np.repeat(self.analysis.lengths, self.analysis.lengths)

@@ -39,7 +39,7 @@ def _point(m: Measured) -> dict:
             "mu_shift": m.shift(arm).as_dict(),
             "alpha_shift": m.mean_difference("alpha", arm, BASE).as_dict(),
             "kl": m.mean("kl", arm).as_dict(),
-            "top1_agreement": m.mean("top1_agrees", arm).as_dict(),
+            "top1_agreement": m.top1_agreement(arm).as_dict(),
             "alpha_shift_by_part": {
                 part: m.mean_difference("alpha", arm, BASE, (share > low) & (share <= high)).as_dict()
                 for low, high, part in PARTS
@@ -80,7 +80,7 @@ def _arms(m: Measured) -> list[dict]:
             "mu": m.mu_estimate(arm).as_dict(),
             "alpha": m.mean("alpha", arm).as_dict(),
             "kl": m.mean("kl", arm).as_dict(),
-            "top1_agreement": m.mean("top1_agrees", arm).as_dict(),
+            "top1_agreement": m.top1_agreement(arm).as_dict(),
         }
         for arm in arms
     ]

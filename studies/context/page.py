@@ -29,6 +29,7 @@ arm.
 
 ![acceptance and health](health.png)
 """
+SHIFTS = (0.005, 0.01, 0.03, 0.1, 0.3)  # ticks of a shift of mu, either sign
 STYLES = {"fp8_e4m3": ("#D55E00", "s"), "int8_per_token_head": ("#0072B2", "o"), "int8_per_tensor": ("#AA4499", "^")}
 
 
@@ -36,7 +37,10 @@ def text(results: dict) -> str:
     """README.md of the page."""
     out = [ABOUT.format(**results), "Made by `make context`: " + machine_line(results["environment"]) + "\n"]
     out += [f"Not made: {n['name']}, {n['about']} ({n['why']}).\n" for n in results["not_made"]]
-    out += ["![shift, KL and alpha against context](context.png)\n"]
+    out += ["![shift of mu and KL against context](context.png)\n"]
+    out += [
+        "Shifts: linear up to 0.01, logarithmic beyond. An interval of KL at the edge goes on; the tables have it.\n"
+    ]
     for series in results["series"]:
         out += [f"## {series['name'].capitalize()}\n", markdown(_points(series)), markdown(_parts(series))]
         out += [_growth(series)]
@@ -138,6 +142,8 @@ def write_page(folder: Path) -> None:
 
 def _plot_context(results: dict, path: Path) -> None:
     plt, rc = _pyplot()
+    from matplotlib.ticker import FixedLocator, NullLocator
+
     with plt.rc_context(rc):
         size = {"figsize": (7.8, 5.4), "sharex": True, "squeeze": False, "layout": "constrained"}
         figure, axes = plt.subplots(2, len(results["series"]), **size)
@@ -149,9 +155,15 @@ def _plot_context(results: dict, path: Path) -> None:
             column[0].set_title(series["name"])
             for ax, key in zip(column, ("mu_shift", "kl"), strict=True):
                 for i, fmt in enumerate(series["points"][0]["formats"]):
-                    shown[fmt] = _against_context(ax, series["points"], fmt, key, 1.05**i)
+                    shown[fmt] = _against_context(ax, series["points"], fmt, key, 1.15**i)
             column[0].axhline(0, color="#8A8A8A", lw=0.8)
+            column[0].set_yscale("symlog", linthresh=0.01, linscale=1)
+            column[0].set_ylim(*_all_of([f["mu_shift"] for p in series["points"] for f in p["formats"].values()]))
+            column[0].yaxis.set_major_locator(FixedLocator([s * v for v in SHIFTS for s in (-1, 1)] + [0]))
+            column[0].yaxis.set_minor_locator(NullLocator())
+            column[0].yaxis.set_major_formatter(lambda y, _: f"{y:+g}" if y else "0")
             column[1].set_yscale("log")
+            column[1].set_ylim(*_around([f["kl"] for p in series["points"] for f in p["formats"].values()]))
             column[1].yaxis.set_major_formatter(lambda y, _: f"{y:g}")
             column[1].set_xscale("log", base=2)
             column[1].set_xticks(contexts, [f"{c:,}" for c in contexts])
@@ -163,6 +175,16 @@ def _plot_context(results: dict, path: Path) -> None:
         plt.close(figure)
 
 
+def _around(found: list[dict]) -> tuple[float, float]:
+    """Limits of a logarithmic axis by the values: an interval that nearly reaches 0 must not flatten all others."""
+    return min(f["value"] for f in found) / 5, max(f["ci95"][1] for f in found) * 1.5
+
+
+def _all_of(found: list[dict]) -> tuple[float, float]:
+    """Limits of a symmetric logarithmic axis that hold every interval."""
+    return 1.4 * min(f["ci95"][0] for f in found), 1.4 * max(f["ci95"][1] for f in found)
+
+
 def _against_context(ax: "Axes", points: list[dict], fmt: str, key: str, apart: float) -> object:
     """One format's values with their intervals, moved sideways by a factor so that two do not hide one another."""
     found = [p["formats"][fmt][key] for p in points]
@@ -171,7 +193,15 @@ def _against_context(ax: "Axes", points: list[dict], fmt: str, key: str, apart: 
     bars = [np.maximum(value - low, 0), np.maximum(high - value, 0)]
     color, marker = STYLES[fmt]
     at = [p["context"] * apart for p in points]
-    return ax.errorbar(at, value, yerr=bars, color=color, marker=marker, markersize=4.5, lw=1, capsize=2)
+    how = {
+        "color": color,
+        "marker": marker,
+        "markersize": 5,
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.6,
+        "zorder": 3,
+    }
+    return ax.errorbar(at, value, yerr=bars, lw=1, capsize=2, ecolor=(color, 0.5), **how)
 
 
 def _plot_health(arms: list[dict], path: Path) -> None:
