@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -210,9 +211,32 @@ def test_claims_about_outliers_and_scales(small):
     rescued = caused["int8_per_token_head"].value <= acceptance.REMAINS * caused["int8_per_tensor"].value
     assert ("does not rescue it" in made.because) != rescued and (made.verdict != "confirmed" or rescued)
     assert "one scale per tensor breaks" in made.because
+    assert all(caused[f].value == caused[f].se == 0.0 for f in acceptance.BY_CHANNEL)  # a power of two changes no code
+    assert "channels 5, 37, 11, 43 of the 64 of KV head 0 (of 2) are multiplied by 256" in made.tables[1].note
     by_channel = acceptance.keys_by_channel(studies)
     stressed = next(r for r in by_channel.tables[0].rows if r[0] == "stressed")
     assert "KL" in stressed[-2] and not stressed[-1] and stressed[1] < stressed[2]
+
+
+def test_the_claimed_loss_is_judged_where_it_could_happen(small):
+    """(a): a target drafting for itself through the same cache loses nothing by construction, so that it is no case."""
+    health = small[0]["health"]
+    study = SimpleNamespace(
+        **{n: getattr(health, n) for n in ("study", "about", "size", "k", "analysis", "mu", "name")},
+        formats=["int8_per_token_head"],
+        shift=lambda arm: health.shift(arm.replace("per_token_head", "per_tensor")),
+    )
+    made = acceptance.sizes_of_the_loss({"health": study})
+    assert [r[-1] == "cannot reach it" for r in made.tables[0].rows] == [False, True]
+    assert "1 more could not" in made.because and "int8_per_token_head: " in made.because
+    assert f"{made.tables[0].rows[0][-1] == 'in the range':d} of 1 cases" in made.because
+    assert made.verdict != "depends"
+
+
+def test_the_strength_of_the_stress_is_that_of_the_config():
+    """What the page says about the outliers is what the config makes."""
+    entry = next(e for e in CONFIG["study"] if e["name"] == acceptance.STRESSED)
+    assert entry["outliers"] == acceptance.FACTOR
 
 
 def test_runs_are_kept_and_never_mixed(small, monkeypatch):
