@@ -116,9 +116,10 @@ def _where_from(priced: Sequence[Priced], where: str) -> str:
     """The note below a table whose rows take measured steps where they have the point."""
     timed = next(s for p in priced for s in p.systems if s.k_timed is not None)
     return (
-        f"*Steps measured*: one GPU's share as timed, to which communication between the GPUs is added by assumed factors"
-        f" ([step times](../llama70b-1b/README.md)), up to K = {timed.k_timed}; taken where {where}. *Roofline*: a closed form,"
-        " with assumed efficiencies or, where a file is named, with those fitted to its step times."
+        "*Steps measured*: one GPU's share as timed, to which communication between the GPUs is added by assumed factors"
+        f" ([step times](../llama70b-1b/README.md)), up to K = {timed.k_timed}, interpolated between the numbers of new tokens"
+        f" that were timed, and without an interval; taken where {where}. *Roofline*: a closed form, with assumed efficiencies"
+        " or, where a file is named, with those fitted to its step times."
     )
 
 
@@ -242,10 +243,10 @@ def losses(priced: Sequence[Priced], k: int) -> Claim:
         f" {sum(measured)} of {len(measured)}: there a pair whose mu lies between the columns gains with BF16 and loses with"
         f" the format at K = {k}, without a token of acceptance lost, since the format speeds up plain decoding more than a"
         " cycle that drafting or arithmetic fills. Counted is a break-even whose mu + 1, a ratio of times, is more than"
-        f" {MATTERS:.0%} above BF16's. 3.0 is no border: speculation pays above mu = cycle time / plain step - 1, which is"
-        f" {lowest:.2f} to {highest:.2f} at these points and depends on K, on the batch and on the draft's cost; a format"
-        f" raises it beyond 3.0 in {sum(above) or 'none'} of them. And the loss is one of a fixed K: with K chosen anew,"
-        " speculation is never slower than plain decoding (K = 0)."
+        f" {MATTERS:.0%} above BF16's, a margin chosen here. 3.0 is no border: speculation pays above mu = cycle time /"
+        f" plain step - 1, which is {lowest:.2f} to {highest:.2f} at these points and depends on K, on the batch and on the"
+        f" draft's cost; a format raises it beyond 3.0 in {sum(above) or 'none'} of them. And the loss is one of a fixed"
+        " K: with K chosen anew, speculation is never slower than plain decoding (K = 0)."
     )
     table = Table(
         f"mu at which K = {k} is as fast as plain decoding in the same format, where the batch fits in BF16:",
