@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from studies.context import page as context_page
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "studies" / "results"
 CONFIG = runs.read_config(ROOT / "studies" / "claims" / "config.toml")
+PRICED = [speed.Priced.of(entry, ROOT / "studies" / "claims") for entry in CONFIG["speed"]["systems"]]
 FORMATS = ["int8_per_tensor", "int8_per_token_head", "int8_per_channel", "int8_k_channel_v_token", "fp8_e4m3",
            "fp8_per_token_head"]  # fmt: skip
 
@@ -45,14 +47,14 @@ def claims():
 def test_losing_one_accepted_token_at_one_k(claims):
     """(b): at one K speed goes as mu + 1, so 4.5 -> 3.5 loses 1 / 5.5 of it whatever a cycle costs, on a straight line."""
     assert speed.fixed_k_loss(4.5, 3.5) == pytest.approx(1 / 5.5, abs=1e-15)
-    system = curves.System.of(CONFIG["speed"]["systems"][0], ROOT / "studies" / "claims")
+    system = PRICED[0].systems[0]
     at = [system.speedup(curves.alpha_of(mu, 8), 32, 2048, "fp8_e4m3", 8)[8] for mu in (4.5, 4.0, 3.5)]
     assert 1 - at[2] / at[0] == pytest.approx(1 / 5.5, rel=1e-9)
     assert at[0] - at[1] == pytest.approx(at[1] - at[2], rel=1e-9)  # no knee
     assert "18.2%" in claims["b"]["because"] and "22.2%" in claims["b"]["because"]
 
 
-def test_published_sizes_are_exact(claims):
+def test_claimed_sizes_are_exact(claims):
     """(c): 2 x 80 x 8 x 128 x tokens x 2 bytes, halved by FP8, and 64 bytes of scales per 2048 of codes with INT8."""
     rows = claims["c"]["tables"][0]["rows"]
     assert [r[3] for r in rows] == [10.737418240, 1.342177280, 1.342177280, 42.949672960]
@@ -61,18 +63,58 @@ def test_published_sizes_are_exact(claims):
 
 
 def test_short_contexts_and_the_batch(claims):
-    """(d): the caches of a batch weigh batch times as much, so the gain rises with the batch and with the context."""
-    rows = [r for r in claims["d"]["tables"][0]["rows"] if r[0].startswith("llama70b-1b")]
+    """(d): the caches of a batch weigh batch times as much, so by a roofline the gain rises with the batch and the context."""
+    rows = [r for r in claims["d"]["tables"][0]["rows"] if r[0].startswith("llama8b-1b")]
     plain = {(batch, context): fp8 for _, batch, context, fp8, *_ in rows}
     assert plain[1, 512] < plain[8, 512] < plain[32, 512] < plain[128, 512]
     assert plain[128, 512] < plain[128, 1024] < plain[128, 2048]
     assert claims["d"]["verdict"] == "depends"
 
 
+def test_measured_steps_are_taken_where_they_were_timed(claims):
+    """A point that was timed is measured, another a roofline; no row of the 70B shape lies beyond the largest batch timed."""
+    records = json.loads((KEPT / "llama70b-1b" / "timings.json").read_text())["records"]
+    timed = {(r["batch"], r["context"]) for r in records if r["kv_format"] == "bf16" and r["kind"] == "target"}
+    rows = claims["d"]["tables"][0]["rows"] + claims["i"]["tables"][0]["rows"]
+    rows = [r for r in rows if r[0].startswith("llama70b-1b")]
+    assert all(("steps measured" in r[0]) == ((r[1], r[2]) in timed) for r in rows)
+    assert any("steps measured" in r[0] for r in rows) and any("roofline" in r[0] for r in rows)
+    assert {r[1] for r in rows + claims["b"]["tables"][0]["rows"] if "70b" in r[0]} <= {b for b, _ in timed}
+    measured = PRICED[0].systems[0]
+    assert measured.k_timed == max(r["new_tokens"] for r in records) - 1
+    assert measured.knows(8, 2048, ["bf16"], 8) and not measured.knows(8, 2048, ["bf16"], 9)
+    assert not measured.knows(8, 1024, ["bf16"], 4)
+
+
+def test_measured_break_even_is_that_of_the_timings(claims):
+    """(i) by hand at batch 64: K draft steps and a verification over a plain step, each with the communication added."""
+    k = CONFIG["speed"]["k"]
+    system = PRICED[0].systems[0]
+    draft, verify, plain = (
+        system.cost.step_time(kind, 64, 2048, new, "bf16")
+        for kind, new in (("draft", 1), ("target", k + 1), ("target", 1))
+    )
+    row = next(r for r in claims["i"]["tables"][0]["rows"] if "steps measured" in r[0] and r[1:3] == [64, 2048])
+    assert row[3] == pytest.approx((k * draft + verify) / plain - 1, rel=1e-12)
+    held = [f > 1.02 * (r[3] + 1) - 1 and r[3] < 3 for r in claims["i"]["tables"][0]["rows"] for f in r[4:]]
+    assert f"in {sum(held)} of {len(held)} cases" in claims["i"]["because"]
+    assert claims["i"]["verdict"] == results.verdict(held)
+
+
+def test_the_fastest_k_is_the_maximum_of_the_curve(claims):
+    """(b): speed and K of every row are those of the largest speedup over K, which lies inside what its cost knows."""
+    for name, batch, high, k, *_ in claims["b"]["tables"][0]["rows"]:
+        system = next(s for p in PRICED for s in p.systems if s.name == name)
+        speeds = system.speedup(
+            curves.alpha_of(4.5, 8), batch, 2048, "bf16", system.k_timed or CONFIG["speed"]["k_max"]
+        )
+        assert (high, k) == (pytest.approx(speeds.max()), speeds.argmax()) and k < len(speeds) - 1
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3"])
 def test_break_even_is_where_speculation_neither_gains_nor_loses(fmt):
     """(i): at mu = cycle time / plain step - 1 the speedup at that K is 1."""
-    system = curves.System.of(CONFIG["speed"]["systems"][1], ROOT)
+    system = PRICED[1].systems[0]
     mu = system.break_even(32, 2048, fmt, 5)
     assert system.speedup(curves.alpha_of(mu, 5), 32, 2048, fmt, 5)[5] == pytest.approx(1, rel=1e-9)
 
@@ -99,6 +141,7 @@ def test_cells():
     )
     stored = files.finite(table.as_dict())
     assert results.markdown(stored).splitlines()[4:] == ["| x | +1.00 [+0.50, ?] |", "| y |  |", "| z | +2.00 |"]
+    assert results.markdown(stored | {"note": "n"}).splitlines()[-2:] == ["", "n"]
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +215,32 @@ def test_claims_about_outliers_and_scales(small):
     rescued = caused["int8_per_token_head"].value <= acceptance.REMAINS * caused["int8_per_tensor"].value
     assert ("does not rescue it" in made.because) != rescued and (made.verdict != "confirmed" or rescued)
     assert "one scale per tensor breaks" in made.because
+    assert all(caused[f].value == caused[f].se == 0.0 for f in acceptance.BY_CHANNEL)  # a power of two changes no code
+    assert "channels 5, 37, 11, 43 of the 64 of KV head 0 (of 2) are multiplied by 256" in made.tables[1].note
     by_channel = acceptance.keys_by_channel(studies)
     stressed = next(r for r in by_channel.tables[0].rows if r[0] == "stressed")
     assert "KL" in stressed[-2] and not stressed[-1] and stressed[1] < stressed[2]
+
+
+def test_the_claimed_loss_is_judged_where_it_could_happen(small):
+    """(a): a target drafting for itself through the same cache loses nothing by construction, so that it is no case."""
+    health = small[0]["health"]
+    study = SimpleNamespace(
+        **{n: getattr(health, n) for n in ("study", "about", "size", "k", "analysis", "mu", "name")},
+        formats=["int8_per_token_head"],
+        shift=lambda arm: health.shift(arm.replace("per_token_head", "per_tensor")),
+    )
+    made = acceptance.sizes_of_the_loss({"health": study})
+    assert [r[-1] == "cannot reach it" for r in made.tables[0].rows] == [False, True]
+    assert "1 more could not" in made.because and "int8_per_token_head: " in made.because
+    assert f"{made.tables[0].rows[0][-1] == 'in the range':d} of 1 cases" in made.because
+    assert made.verdict != "depends"
+
+
+def test_the_strength_of_the_stress_is_that_of_the_config():
+    """What the page says about the outliers is what the config makes."""
+    entry = next(e for e in CONFIG["study"] if e["name"] == acceptance.STRESSED)
+    assert entry["outliers"] == acceptance.FACTOR
 
 
 def test_runs_are_kept_and_never_mixed(small, monkeypatch):

@@ -1,4 +1,4 @@
-"""Put the published claims to the test and write their page.
+"""Put common claims to the test and write their page.
 
 python -m studies.claims                  # make claims
 python -m studies.claims --page           # the page alone, from the results that are kept

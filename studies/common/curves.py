@@ -4,7 +4,7 @@ emitted(K) = 1 + alpha + ... + alpha^K, so that S_k = alpha^k. Real survival fal
 measures it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,7 @@ class System:
     draft: ModelShape
     cost: CostModel
     server: Server | None
+    k_timed: int | None = None  # the largest K that was timed; None where a closed form knows every K
 
     @classmethod
     def of(cls, entry: Mapping[str, str], folder: Path) -> "System":
@@ -63,7 +64,8 @@ class System:
             steps = Steps.read(
                 folder / entry["steps"], entry["gpus"], dict(zip(("target", "draft"), shapes, strict=True))
             )
-            return cls(pair.name, *shapes, steps.cost, Server(gpu.name, count, gpu.memory))
+            k_timed = max(r.new_tokens for r in steps.file.records if r.kind == "target") - 1
+            return cls(pair.name, *shapes, steps.cost, Server(gpu.name, count, gpu.memory), k_timed)
         roofline, at, timings = entry["cost"].rpartition("@")
         spec = parse_cost(
             entry["cost"] if entry["cost"].startswith("roofline:") and not at else f"{roofline}{at}{folder / timings}"
@@ -74,6 +76,17 @@ class System:
     def name(self) -> str:
         """For tables."""
         return f"{self.pair}, {self.cost.source}"
+
+    def knows(self, batch: int, context: int, formats: Iterable[str], k: int) -> bool:
+        """Whether its cost has the point for K = 0..k in every format; measured steps end at what was timed."""
+        if self.k_timed is not None and k > self.k_timed:
+            return False
+        try:
+            for fmt in formats:
+                self.times(batch, context, fmt, k)
+        except SpecqError:
+            return False
+        return True
 
     def fits(self, batch: int, context: int, fmt: str) -> bool:
         """Whether the server holds the batch beside the weights; a cost that names no server holds everything."""

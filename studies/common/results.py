@@ -18,12 +18,16 @@ CONFIRMED, REFUTED, DEPENDS = "confirmed", "not confirmed here", "depends"
 
 @dataclass
 class Table:
-    """Rows under columns; `formats` holds a format specification per column ("" for text). An Estimate shows its interval."""
+    """Rows under columns; `formats` holds a format specification per column ("" for text). An Estimate shows its interval.
+
+    `caption` stands above the rows, `note` below them.
+    """
 
     caption: str
     columns: Sequence[str]
     formats: Sequence[str]
     rows: Sequence[Sequence[Cell]]
+    note: str = ""
 
     def as_dict(self) -> dict:
         """For JSON."""
@@ -49,17 +53,18 @@ def shown(cell: Any, spec: str) -> str:  # noqa: ANN401 - JSON
 
 
 def markdown(table: Mapping[str, Any]) -> str:
-    """A stored table as Markdown, its caption above."""
+    """A stored table as Markdown, its caption above and its note below."""
     lines = [f"{table['caption']}\n"] if table["caption"] else []
     lines += ["| " + " | ".join(table["columns"]) + " |", "|" + " --- |" * len(table["columns"])]
     for row in table["rows"]:
         lines.append("| " + " | ".join(shown(c, f) for c, f in zip(row, table["formats"], strict=True)) + " |")
+    lines += ["", table["note"]] if table.get("note") else []
     return "\n".join(lines) + "\n"
 
 
 @dataclass
 class Claim:
-    """A published claim beside what was measured: the verdict, why, on what it depends, and the evidence."""
+    """A claim as it is commonly made, beside what was measured: the verdict, why, on what it depends, and the evidence."""
 
     key: str
     claim: str
