@@ -39,6 +39,8 @@ def cost_command(
     """Fit the factors of `gpus` to timings of a pair, print them beside the residuals; write a NAME.toml with `out`."""
     if out is not None and (out.suffix != ".toml" or out.exists()):
         raise SpecqError(f"--out {out}: " + ("exists already" if out.exists() else "name a new file NAME.toml"))
+    if out is not None and not out.parent.is_dir():
+        raise SpecqError(f"--out {out}: there is no directory {out.parent}")
     count, gpu = parse_gpus(gpus)
     main, second = pair_shapes(pair, target, draft, weight_bytes)
     file = read_file(str(timings))

@@ -234,6 +234,7 @@ def test_the_command_writes_an_accelerator_of_its_own(tmp_path):
         (["--gpus", "h900"], "unknown GPU 'h900'"),
         (["--gpus", "h200", "--out", out], "exists already"),
         (["--gpus", "h200", "--out", tmp_path / "x.json"], "NAME.toml"),
+        (["--gpus", "h200", "--out", tmp_path / "none" / "x.toml"], "there is no directory"),
         (["--gpus", "h200", "--draft", "ngram"], "timings of a draft, whose shape is not given"),
         (["--gpus", "3xh200", "--pair", "llama8b-1b"], "cannot be divided over 3"),
     ):
