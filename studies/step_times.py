@@ -331,7 +331,7 @@ def survival(alpha: float) -> np.ndarray:
 
 
 def gains(cost: TableCost, fmt: str, batch: int, context: int, alpha: float) -> np.ndarray:
-    """Speedup over plain decoding in the same format at K = 0..K_MAX, for independent acceptance (DESIGN's formula)."""
+    """Speedup over plain decoding in the same format at K = 0..K_MAX, for independent acceptance (docs/method.md)."""
     plain, draft = cost.step_time("target", batch, context, 1, fmt), cost.step_time("draft", batch, context, 1, "bf16")
     cycles = [k * draft + cost.step_time("target", batch, context, k + 1, fmt) for k in range(K_MAX + 1)]
     return (1 + np.concatenate([[0.0], survival(alpha).cumsum()])) * plain / np.array(cycles)
