@@ -11,7 +11,6 @@ validation.json, probe.json, a plot, README.md.
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -64,7 +63,7 @@ def sweep(folder: Path, out: Path, args: argparse.Namespace, left: float | None,
     return validate_command(folder, **options | changes)
 
 
-def page(out: Path, folder: Path, made: dict, probed: dict | None) -> None:
+def page(folder: Path, made: dict, probed: dict | None) -> None:
     """What is kept: validation.json without its paths, the probe's cell, curves.png, README.md."""
     folder.mkdir(parents=True, exist_ok=True)
     made = made | {"study": Path(made["study"]).name}
@@ -74,7 +73,6 @@ def page(out: Path, folder: Path, made: dict, probed: dict | None) -> None:
         (folder / "probe.json").write_text(json.dumps(probed["cells"], indent=1) + "\n")
     curves(made, folder / "curves.png")
     (folder / "README.md").write_text(text(made, probed))
-    shutil.copy(out / "study" / "study.json", folder / "study.json")
 
 
 def curves(made: dict, path: Path) -> None:
@@ -136,15 +134,19 @@ def text(made: dict, probed: dict | None) -> str:
     engine, work = made["engine"], made["workload"]
     out = [
         "# vLLM beside the replay: what was measured\n",
-        f"{engine['device']}, vLLM {engine['vllm']}, {engine['timing_mode']}; {work['prompts']} prompts of"
+        f"{engine['device']}, vLLM {engine['vllm']}, torch {(engine['versions'] or {}).get('torch')},"
+        f" {', '.join(engine['dates']) or 'undated'}, {engine['timing_mode']}; {work['prompts']} prompts of"
         f" {work['documents']} documents, {work['output_tokens']} tokens each, {work['passes']} passes,"
-        f" {work['requests_in_flight']} requests in flight. Made by `python studies/vllm_check.py`.\n",
+        f" {work['requests_in_flight']} requests in flight. Made by `python studies/vllm_check.py --out DIR --page DIR`"
+        + ("" if made["complete"] else ", **not complete**: what is pending has not run")
+        + ".\n",
         "| cell | backends | emitted, vLLM | emitted, replay | difference | joint p | tokens/s | speedup | predicted |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for c in made["cells"]:
         if c["status"] != "ok":
-            out.append(f"| {c['name']} | | {c['status']}: {c['error']} | | | | | | |")
+            why = "" if c["status"] == "pending" else f": {c['error']}"
+            out.append(f"| {c['name']} | | {c['status']}{why} | | | | | | |")
             continue
         a, gain = c.get("agreement"), c.get("speedup_measured")
         row = [c["name"], ", ".join(c["attention_backends_logged"])]
@@ -180,9 +182,10 @@ def text(made: dict, probed: dict | None) -> str:
 def predicted_by(made: dict) -> str:
     """By whose step times the predicted speedups were made."""
     costs = {c["speedup_predicted"]["cost"] for c in made["cells"] if value(c)}
-    whose = {"measured": "those that the study measured of its own steps, which no engine schedules"}
+    own = ": the study's own steps, which no engine schedules"
     return "".join(
-        f" Predicted is the study's acceptance with step times `{c}`: {whose.get(c, c)}." for c in sorted(costs)
+        f" Predicted is the study's acceptance with step times `{c}`{own if c == 'measured' else ''}."
+        for c in sorted(costs)
     )
 
 
@@ -221,7 +224,7 @@ def main() -> None:
         folder, out / "probed", args, left(), dtypes=["bf16"], ks=[4], extra=[], probe=True, passes=1, eager=True,
     )  # fmt: skip
     if args.page:
-        page(out, args.page, made, probed)
+        page(args.page, made, probed)
     Reporter().note("complete" if made["complete"] and probed["complete"] else "not complete: call it again")
 
 

@@ -137,6 +137,7 @@ def test_file_answers_the_questions(study, swept):
     cells = by_name(made)
     assert cells["fp8_e4m3-k2-probabilistic"]["draft_kv_dtype"] == "fp8_e4m3"  # 0.24: inherited
     assert cells["bf16-k0"]["attention_backends_logged"] == ["FLASH_ATTN"]
+    assert made["engine"]["dates"] == ["2026-11-30"]
     for name in ("bf16-k2-probabilistic", "fp8_e4m3-k2-probabilistic"):
         assert cells[name]["speedup_measured"]["throughput"] > 0 and cells[name]["speedup_predicted"]["value"] > 0
     fmt = made["formats"]["fp8_e4m3"]
@@ -163,9 +164,7 @@ def test_page_of_the_check_tells_every_cell(swept, tmp_path):
     spec = importlib.util.spec_from_file_location("vllm_check", FAKE.parents[1] / "studies" / "vllm_check.py")
     check = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(check)
-    (tmp_path / "study").mkdir()
-    (tmp_path / "study" / "study.json").write_text("{}")
-    check.page(tmp_path, tmp_path / "page", swept[0], swept[0])
+    check.page(tmp_path / "page", swept[0], swept[0])
     written = (tmp_path / "page" / "README.md").read_text()
     for cell in swept[0]["cells"]:
         assert f"| {cell['name']} |" in written

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from copy import deepcopy
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ def main(request_path: str, result_path: str) -> None:
         else "compiled, CUDA graphs where the device has them",
         passes=passes,
         counters=counters,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     beside = Path(result_path + ".tmp")
     beside.write_text(result.model_dump_json(), encoding="utf-8")

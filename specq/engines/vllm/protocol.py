@@ -96,6 +96,7 @@ class CellResult(_Strict):
     timing_mode: str
     passes: list[Pass] = Field(min_length=1)
     counters: Counts | None
+    date: str | None = None  # when it ended, ISO 8601, UTC
 
     @property
     def requests(self) -> list[RequestLog]:

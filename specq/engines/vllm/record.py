@@ -70,6 +70,7 @@ def validation_json(v: "Validation") -> dict:
             "versions": results[0].versions if results else None,
             "device": results[0].device if results else None,
             "timing_mode": results[0].timing_mode if results else None,
+            "dates": sorted({r.date[:10] for r in results if r.date}),
             "tensor_parallel_size": v.work.tensor_parallel,
         },
         "workload": {
