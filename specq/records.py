@@ -24,9 +24,11 @@ import gzip
 import io
 import json
 import lzma
+import subprocess
+import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -254,6 +256,25 @@ def _array(path: Path, first: int, lines: list[str]) -> Iterator[tuple[int, Any]
         raise refuse("text after the closing bracket")
 
 
+# Reads a file as `_rows` does, in a process of its own
+READ_THROUGH = """
+import sys
+import pyarrow.parquet as pq
+with pq.ParquetFile(sys.argv[1]) as file:
+    columns = [c for c in file.schema_arrow.names if c in sys.argv[2:]]
+    for batch in file.iter_batches(batch_size=256, columns=columns):
+        batch.to_pylist()
+"""
+
+
+def _check_survivable(path: Path, columns: Iterable[str]) -> None:
+    """Raises SpecqError where a damaged file ends the process that reads it, as it can in Arrow's C++ code."""
+    command = [sys.executable, "-I", "-c", READ_THROUGH, str(path), *columns]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    if done.returncode < 0:
+        raise SpecqError(f"cannot read prompt file {path}: damaged, so that Arrow's reader crashes on it")
+
+
 def _rows(path: Path, report: PromptReport) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -261,6 +282,7 @@ def _rows(path: Path, report: PromptReport) -> Iterator[tuple[int, Any]]:
     if not path.is_file():
         raise SpecqError(f"cannot read prompt file {path}: no such file")
     known = {*KEYS, *RESPONSES, "id", "custom_id", "question_id", "group", "category"}
+    _check_survivable(path, known)
     n = 0
     try:
         with pq.ParquetFile(path) as file:

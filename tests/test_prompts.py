@@ -322,6 +322,16 @@ def test_i06_the_shapes_in_use(tmp_path):
     assert sorted(n for n, _ in report.skipped) == [10, 11, 12, 13, 14] and "image_url" in dict(report.skipped)[10]
 
 
+def test_a_file_on_which_the_reader_crashes_is_refused(tmp_path, monkeypatch):
+    """Damage can make Arrow's C++ code abort its process (found by fuzzing): not ours, which reads a file only after another
+    process has come to its end."""
+    pq.write_table(pa.Table.from_pylist([{"prompt": "whole"}]), tmp_path / "p.parquet")
+    assert len(read_records(tmp_path / "p.parquet")[0]) == 1
+    monkeypatch.setattr("specq.records.READ_THROUGH", "import os; os.abort()")
+    with pytest.raises(SpecqError, match="damaged, so that Arrow's reader crashes on it"):
+        read_records(tmp_path / "p.parquet")
+
+
 def test_i06_parquet_rows_hold_every_shape(tmp_path):
     """Parquet: nested turns and id lists come back as records; rows without a usable value are skipped by number."""
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}], "group": "g"},
