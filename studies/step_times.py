@@ -33,6 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from specq import files, pairs
+from specq.cost import Operating, cycle_times, speedup
 from specq.cost.calibration import Calibration, fit
 from specq.cost.gpus import get_gpu
 from specq.cost.roofline import Roofline
@@ -41,7 +42,7 @@ from specq.errors import SpecqError, printable
 from specq.kv import get_format
 from specq.pairs import Shape
 from specq.shape import ModelShape
-from studies.common.curves import best_k
+from studies.common.curves import best_k, emitted
 from studies.common.steps import Steps, whole_steps
 
 BATCHES, CONTEXTS, NEW = (1, 4, 8, 16, 32, 64), (2048, 8192, 32768), (1, 2, 3, 5, 9)
@@ -325,16 +326,9 @@ def measure(pair: str, out: Path, share_of: int | None) -> None:
         dist.destroy_process_group()
 
 
-def survival(alpha: float) -> np.ndarray:
-    """S_1..S_K of independent acceptance at alpha."""
-    return alpha ** np.arange(1, K_MAX + 1)
-
-
 def gains(cost: TableCost, fmt: str, batch: int, context: int, alpha: float) -> np.ndarray:
-    """Speedup over plain decoding in the same format at K = 0..K_MAX, for independent acceptance (docs/method.md)."""
-    plain, draft = cost.step_time("target", batch, context, 1, fmt), cost.step_time("draft", batch, context, 1, "bf16")
-    cycles = [k * draft + cost.step_time("target", batch, context, k + 1, fmt) for k in range(K_MAX + 1)]
-    return (1 + np.concatenate([[0.0], survival(alpha).cumsum()])) * plain / np.array(cycles)
+    """Speedup over plain decoding in the same format at K = 0..K_MAX, if each draft is accepted with probability alpha."""
+    return speedup(emitted(alpha, K_MAX), cycle_times(cost, Operating(batch, context, fmt, "bf16"), K_MAX))
 
 
 def page(pair: str, folder: Path) -> None:
