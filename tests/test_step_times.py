@@ -14,7 +14,7 @@ from specq.cost.table import TableCost, Timing, read_file
 from specq.errors import SpecqError
 from specq.pairs import Shape, Side
 from specq.shape import ModelShape
-from studies import step_times
+from studies import step_times, step_times_page
 from studies.common import curves
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs the kernels in Triton's interpreter")
@@ -50,7 +50,7 @@ def toy(monkeypatch):
     pair = pairs.Pair("toy", "", *(Side(role, True, s) for role, s in SHAPES.items()))
     monkeypatch.setattr(step_times.pairs, "find", lambda *names: pair)
     monkeypatch.setattr(step_times, "describe", lambda *given: dict(MACHINE))
-    settings = {"DEVICE": "cpu", "BATCHES": (1, 3), "CONTEXTS": (20, 40), "NEW": (1, 2), "K_MAX": 1}
+    settings = {"DEVICE": "cpu", "BATCHES": (1, 3), "CONTEXTS": (20, 40), "NEW": (1, 2)}
     for name, value in settings.items():
         monkeypatch.setattr(step_times, name, value)
     monkeypatch.setattr(step_times, "TIMED", {"target": (("bf16", "fp8_e4m3"), (1, 2)), "draft": (("bf16",), (1, 2))})
@@ -128,7 +128,7 @@ def test_the_page_of_a_share_says_what_was_not_measured(tmp_path):
     truth = Efficiency(0.7, 0.5, 0.3, 0.6, 20e-6, 10e-6, 1e-4, "truth")
     folder = tmp_path / "llama70b-1b"
     records, roofline = synthetic(folder, 2, truth)
-    step_times.page("llama70b-1b", folder)
+    step_times_page.page("llama70b-1b", folder)
     text = " ".join((folder / "README.md").read_text().split())
     for says in (
         "No step over 2 GPUs was measured",
@@ -163,7 +163,7 @@ def test_the_page_of_a_stopped_run_names_what_is_missing(tmp_path):
     records, _ = synthetic(folder, 2, Efficiency())
     kept = [r for r in records if r["kind"] == "target" and r["kv_format"] == "bf16"]
     (folder / "timings.json").write_text(step_times.timings_text(kept, 2))
-    step_times.page("llama70b-1b", folder)
+    step_times_page.page("llama70b-1b", folder)
     text = (folder / "README.md").read_text()
     assert "int8_per_token_head at 32768; draft bf16 at 2048" in " ".join(text.split())
     assert "K = " not in text.partition("| alpha 0.9 |")[2]
@@ -172,10 +172,10 @@ def test_the_page_of_a_stopped_run_names_what_is_missing(tmp_path):
 def test_the_page_of_whole_steps_adds_nothing(tmp_path):
     """Tensor-parallel times, all-reduces in them: the same best K as from the table itself, and no word of shares."""
     records, _ = synthetic(tmp_path / "x", None, Efficiency(0.7, 0.5, 0.3, 0.4, 20e-6, 15e-6, 1e-4, "truth"))
-    step_times.page("llama70b-1b", tmp_path / "x")
+    step_times_page.page("llama70b-1b", tmp_path / "x")
     text = " ".join((tmp_path / "x" / "README.md").read_text().split())
     assert "share" not in text and "2 x NVIDIA H200, tensor parallel" in text
     table = TableCost([Timing(**r) for r in records], "t", {})
-    curve = step_times.gains(table, "fp8_e4m3", 8, 8192, 0.8)
+    curve = step_times_page.gains(table, "fp8_e4m3", 8, 8192, 0.8)
     assert "| 8 x 8192 | fp8_e4m3 |" in text and f"K = {curves.best_k(curve)}, {curve.max():.2f}" in text
     assert curve[0] == 1.0
