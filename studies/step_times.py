@@ -4,9 +4,10 @@
     python studies/step_times.py --pair llama70b-1b --share 2 --out DIR                the same of one of 2 GPUs, by itself
     python studies/step_times.py --pair llama70b-1b --page DIR                         page and plot from those
 
-One decoder layer of each GPU's share (norms, products, rotary embedding, store, attention, all-reduces) runs in CUDA graphs
-over weights and pages larger than the L2 cache; a step is its time times the number of layers, plus the LM head with the
-gather of its logits. No scheduler, sampler or launch is in it: what an engine adds comes on top. `--cost` reads timings.json.
+One decoder layer of each GPU's share (norms, products, rotary embedding, store, attention, all-reduces; what lies between the
+products fused by torch.compile) runs in CUDA graphs over weights and pages larger than the L2 cache; a step is its time times
+the number of layers, plus the LM head with the gather of its logits. No scheduler, sampler or launch is in it: what an engine
+adds comes on top. `--cost` reads timings.json.
 
 `--share N` measures on one GPU what one of N does between its all-reduces: times without communication, which calibrate
 `--cost roofline:NxGPU@timings.json`. The page then adds the communication by the data sheet. Files are written after every
@@ -19,9 +20,10 @@ import datetime
 import functools
 import json
 import os
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -108,22 +110,22 @@ class Share:
             dist.all_reduce(x)
         return x
 
-    def layer(self, x: torch.Tensor, i: int, state: dict) -> torch.Tensor:
-        """One decoder layer over `x` [tokens, hidden] and the pages of `state`."""
+    def layer(self, x: torch.Tensor, y: torch.Tensor, i: int, state: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        """One decoder layer over the pages of `state`: the residual stream `x` and what is still to be added to it, `y`, both
+        [tokens, hidden] -> the same two of the next layer."""
         from specq_kernels import store_kv, verify_attention
 
-        w, tokens, hidden = self.layers[i % len(self.layers)], len(x), x.shape[1]
-        h = F.rms_norm(x, (hidden,), w["norms"][0])
+        w, tokens = self.layers[i % len(self.layers)], len(x)
+        x, h = fused(added_and_normed)(x, y, w["norms"][0])
         q, k, v = (h @ w["qkv"].T).view(tokens, -1, self.dim).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        q, k = (rotated(t, state["cos"], state["sin"]) for t in (q, k))
+        q, k = fused(rotated)(q, k, state["cos"], state["sin"])
         store_kv(k, v, state["cache"], state["slots"])
         q = q.view(state["batch"], -1, self.heads, self.dim)
         out = verify_attention(
             q, state["cache"], state["table"], state["contexts"], state["counts"], state["longest"], fill=True
         )
-        x = x + self.reduced(out.reshape(tokens, -1) @ w["out"].T)
-        gate, up = (F.rms_norm(x, (hidden,), w["norms"][1]) @ w["up"].T).chunk(2, dim=1)
-        return x + self.reduced((F.silu(gate) * up) @ w["down"].T)
+        x, h = fused(added_and_normed)(x, self.reduced(out.reshape(tokens, -1) @ w["out"].T), w["norms"][1])
+        return x, self.reduced(fused(gated)(h @ w["up"].T) @ w["down"].T)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Logits on every GPU, gathered; this one's columns of them where there is no other."""
@@ -135,10 +137,29 @@ class Share:
         return out
 
 
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of [tokens, heads, dim]."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+@functools.cache
+def fused(function: Callable) -> Callable:
+    """`function` as one kernel, or few: engines fuse what lies between the products. As it is on a CPU."""
+    return torch.compile(function, dynamic=True) if DEVICE == "cuda" else function
+
+
+def added_and_normed(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + y, its RMS norm)."""
+    x = x + y
+    return x, F.rms_norm(x, x.shape[-1:], weight, 1e-5)
+
+
+def rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rotary embedding of queries and keys [tokens, heads, dim]."""
+    return tuple(
+        torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1) for a, b in (x.chunk(2, dim=-1) for x in (q, k))
+    )
+
+
+def gated(x: torch.Tensor) -> torch.Tensor:
+    """SiLU of the first half of the columns times the second."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def pages(share: Share, fmt: str, batch: int, context: int) -> tuple:
@@ -155,9 +176,9 @@ def pages(share: Share, fmt: str, batch: int, context: int) -> tuple:
     return cache, order.view(batch, each)
 
 
-def layers_seconds(share: Share, cache: object, table: object, batch: int, context: int, new: int) -> float:
-    """Seconds of all layers in one step of `new` tokens a row."""
-    from specq_kernels.bench import graph_time
+def layers_seconds(share: Share, cache: object, table: object, batch: int, context: int, new: int) -> list[float]:
+    """Seconds of all layers in one step of `new` tokens a row, of every repeat."""
+    from specq_kernels.bench import graph_times
 
     at = context + torch.arange(new, device=DEVICE).repeat(batch, 1)
     slots = (table.gather(1, at // PAGE).long() * PAGE + at % PAGE).flatten()
@@ -168,17 +189,17 @@ def layers_seconds(share: Share, cache: object, table: object, batch: int, conte
         "counts": torch.full((batch,), new, dtype=torch.int32, device=DEVICE),
         "cos": angle.cos().bfloat16(), "sin": angle.sin().bfloat16(),
     }  # fmt: skip
-    x = torch.randn(batch * new, share.shape.hidden, device=DEVICE, dtype=torch.bfloat16)
-    layer = graph_time([lambda i=i: share.layer(x, i, state) for i in range(CALLS)], REPEATS)
-    return layer * share.shape.layers / 1e6
+    x, y = torch.randn(2, batch * new, share.shape.hidden, device=DEVICE, dtype=torch.bfloat16)
+    layer = graph_times([lambda i=i: share.layer(x, y, i, state)[1] for i in range(CALLS)], REPEATS)
+    return [share.shape.layers * t / 1e6 for t in layer]
 
 
 def head_seconds(share: Share, tokens: int) -> float:
     """Seconds of the LM head over `tokens` tokens."""
-    from specq_kernels.bench import graph_time
+    from specq_kernels.bench import graph_times
 
     x = torch.randn(tokens, share.shape.hidden, device=DEVICE, dtype=torch.bfloat16)
-    return graph_time([lambda: share.logits(x)] * CALLS, REPEATS) / 1e6
+    return statistics.median(graph_times([lambda: share.logits(x)] * CALLS, REPEATS)) / 1e6
 
 
 def memory(shapes: dict, gpus: int) -> list[dict]:
@@ -246,7 +267,7 @@ def resumed(folder: Path, machine: dict) -> list[dict]:
             )
     if not (folder / "timings.json").exists():
         return []
-    return [r.model_dump(exclude={"repeats"}) for r in read_file(str(folder / "timings.json")).records]
+    return [r.model_dump() for r in read_file(str(folder / "timings.json")).records]
 
 
 def missing(records: Sequence[dict], shapes: dict, gpus: int, group: Group) -> dict[int, list[int]]:
@@ -304,9 +325,11 @@ def measure(pair: str, out: Path, share_of: int | None) -> None:
             for batch, new in left.items():
                 cache, table = pages(shares[role], fmt, batch, context)
                 for n in new:
-                    seconds = layers_seconds(shares[role], cache, table, batch, context, n) + heads[role](batch * n)
+                    head = heads[role](batch * n)
+                    layers = layers_seconds(shares[role], cache, table, batch, context, n)
+                    repeats = [round(t + head, 9) for t in layers]
                     at = {"kind": role, "batch": batch, "context": context, "new_tokens": n, "kv_format": fmt}
-                    records.append(at | {"seconds": round(seconds, 9)})
+                    records.append(at | {"seconds": statistics.median(repeats), "repeats": repeats})
                 del cache, table
             if rank == 0 and left:
                 files.write_text(out / "timings.json", timings_text(records, share_of))

@@ -42,7 +42,12 @@ TOLERANCE = 3e-3
 
 
 def graph_time(calls: list[Callable[[], object]], repeats: int = 7) -> float:
-    """Median microseconds of one call: all calls captured in one CUDA graph, replayed."""
+    """Median microseconds of one call: see `graph_times`."""
+    return statistics.median(graph_times(calls, repeats))
+
+
+def graph_times(calls: list[Callable[[], object]], repeats: int) -> list[float]:
+    """Microseconds of one call in every repeat: all calls captured in one CUDA graph, replayed."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -62,7 +67,7 @@ def graph_time(calls: list[Callable[[], object]], repeats: int = 7) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
+    return times
 
 
 @triton.jit

@@ -23,7 +23,12 @@ def whole_steps(file: TimingFile, roofline: Roofline) -> list[Timing]:
     if not file.share_of:
         return list(file.records)
     added = communication(roofline, file.records)
-    return [r.model_copy(update={"seconds": r.seconds + s}) for r, s in zip(file.records, added, strict=True)]
+    return [_longer(r, float(s)) for r, s in zip(file.records, added, strict=True)]
+
+
+def _longer(r: Timing, by: float) -> Timing:
+    """A timing and each of its repeats, `by` seconds longer."""
+    return r.model_copy(update={"seconds": r.seconds + by, "repeats": r.repeats and [t + by for t in r.repeats]})
 
 
 @dataclass(frozen=True)

@@ -145,10 +145,11 @@ def _end_group(process: subprocess.Popen) -> None:
 
 
 def last_words(log: Path) -> str:
-    """The line of a log that says why a process failed: the last exception's, else the last line."""
+    """The line of a log that says why a process failed: the last exception's that does not point to another, else the last."""
     lines = [x.strip() for x in log.read_text(encoding="utf-8", errors="replace").split("\n") if x.strip()]
     errors = [x for x in lines if re.match(r"(?:\(.*?\) )?(?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*:", x)]
-    return (errors or lines or ["it said nothing"])[-1][:300]
+    causes = [x for x in errors if "See root cause above" not in x]
+    return (causes or errors or lines or ["it said nothing"])[-1][:300]
 
 
 def _backends(log: Path) -> tuple[str, ...]:
