@@ -1,8 +1,8 @@
 """Step times of a registered pair's shape with random weights, by specq's own kernels, on one GPU or tensor parallel.
 
-    torchrun --nproc-per-node 2 studies/step_times.py --pair llama70b-1b --out DIR     measure: timings.json, machine.json
-    python studies/step_times.py --pair llama70b-1b --share 2 --out DIR                the same of one of 2 GPUs, by itself
-    python studies/step_times.py --pair llama70b-1b --page DIR                         page and plot from those
+    torchrun --nproc-per-node 2 -m studies.step_times --pair llama70b-1b --out DIR     measure: timings.json, machine.json
+    python -m studies.step_times --pair llama70b-1b --share 2 --out DIR                the same of one of 2 GPUs, by itself
+    python -m studies.step_times --pair llama70b-1b --page DIR                         page and plot from those
 
 One decoder layer of each GPU's share (norms, products, rotary embedding, store, attention, all-reduces; what lies between the
 products fused by torch.compile) runs in CUDA graphs over weights and pages larger than the L2 cache; a step is its time times
@@ -10,8 +10,10 @@ the number of layers, plus the LM head with the gather of its logits. No schedul
 adds comes on top. `--cost` reads timings.json.
 
 `--share N` measures on one GPU what one of N does between its all-reduces: times without communication, which calibrate
-`--cost roofline:NxGPU@timings.json`. The page then adds the communication by the data sheet. Files are written after every
-(model, format, context); the same command with the same DIR goes on where it was stopped.
+`--cost roofline:NxGPU@timings.json`. The page then adds the communication by the data sheet; beside whole steps those times,
+as share.json in DIR, tell the communication. A validation.json of `specq validate --synthetic --pair`, as vllm.json in DIR,
+stands beside specq's own steps. Files are written after every (model, format, context); the same command with the same DIR
+goes on where it was stopped.
 """
 
 import argparse
@@ -249,7 +251,7 @@ def describe(pair: str, gpus: int, share_of: int | None, attention: dict) -> dic
     return {
         "pair": pair, "gpus": gpus, "share_of": share_of, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
         "triton": triton.__version__, "cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "attention": attention, "command": f"{start} studies/step_times.py --pair {pair}{options} --out DIR",
+        "attention": attention, "command": f"{start} -m studies.step_times --pair {pair}{options} --out DIR",
     }  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """The page of `studies/step_times.py`: what timings.json and machine.json say, as README.md, tables and a plot."""
 
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +14,10 @@ from specq.cost.roofline import Roofline
 from specq.cost.table import TableCost, Timing, TimingFile, read_file
 from specq.shape import ModelShape
 from studies.common.curves import best_k, emitted
-from studies.common.steps import Steps, whole_steps
+from studies.common.results import wrapped
+from studies.common.steps import Steps, key, whole_steps
 from studies.step_times import BATCHES, CONTEXTS, FORMATS, MEMORY, NEW, fitting, groups, missing
+from studies.step_times_more import communication_section, vllm_section
 
 ALPHAS, K_MAX = (0.6, 0.7, 0.8, 0.9), NEW[-1] - 1
 
@@ -62,6 +63,7 @@ def page(pair: str, folder: Path) -> None:
         "",
         *calibration_section(calibration, times, before, after),
         "",
+        *more(folder, steps, pair),
         "## Best K and speedup over plain decoding in the same format, if each draft is accepted with probability alpha",
         "",
         f"K is the smallest within 1 % of the best, up to {K_MAX}, the largest that was timed (where {K_MAX} stands, more may"
@@ -79,14 +81,14 @@ def page(pair: str, folder: Path) -> None:
     plot(table, times, folder / "speed.png", f"alpha 0.8, {whose if file.share_of else f'{over} x ' + machine['gpu']}")
 
 
-def wrapped(line: str) -> str:
-    """A paragraph at 120 columns; tables, headings and pictures as they are."""
-    return line if line.startswith(("|", "#", "!")) else textwrap.fill(line, 120, break_on_hyphens=False)
-
-
-def key(r: Timing) -> tuple:
-    """What a timing is of."""
-    return r.kind, r.kv_format, r.batch, r.context, r.new_tokens
+def more(folder: Path, steps: Steps, pair: str) -> list[str]:
+    """The sections of share.json and vllm.json, where these are there."""
+    lines = []
+    if (folder / "share.json").exists():
+        lines += [*communication_section(steps, read_file(str(folder / "share.json"))), ""]
+    if (folder / "vllm.json").exists():
+        lines += [*vllm_section(files.read_json(folder / "vllm.json"), steps.cost, pair), ""]
+    return lines
 
 
 def errors(roofline: Roofline, file: TimingFile) -> np.ndarray:
@@ -177,8 +179,8 @@ def calibration_section(calibration: Calibration, times: dict, before: dict, aft
         f"## The roofline beside all {len(after)} points",
         "",
         f"Calibrated: bandwidth x {e.bandwidth:.2f}, matrix rate x {e.matrix:.2f} in products and x {e.attention:.2f} in"
-        f" attention, {1e6 * e.layer_seconds:.1f} microseconds a layer (norms and rotary embedding, unfused here, are in it),"
-        f" {1e6 * e.step_seconds:.0f} a step (calibrated.json).{unknown} Every point with both errors:"
+        f" attention, {1e6 * e.layer_seconds:.1f} microseconds a layer (norms, rotary embedding and the gaps between kernels"
+        f" are in it), {1e6 * e.step_seconds:.0f} a step (calibrated.json).{unknown} Every point with both errors:"
         " [roofline.csv](roofline.csv).",
         "",
         "| roofline over measured, less 1 | points | assumed: mean, largest | calibrated: mean, root mean square, largest |",

@@ -1,7 +1,7 @@
 """The whole check against a real vLLM, on one GPU machine: study, sweep, probe, curves, page. Needs this repository alone.
 
-    python studies/vllm_check.py --out results --stop-after 500            again and again until it says "complete"
-    python studies/vllm_check.py --out results --page studies/results/vllm
+    python -m studies.vllm_check --out results --stop-after 500            again and again until it says "complete"
+    python -m studies.vllm_check --out results --page studies/results/vllm
 
 Every part is kept in OUT and taken from there by the next call: the study (200 prompts of distinct documents); the cells BF16,
 FP8, INT8 per token and head x K = 0, 2, 4, 8 with probabilistic drafting, each format at the K that the study recommends, K = 4
@@ -25,6 +25,7 @@ from specq.engines.vllm.validate import Limits
 from specq.finished import load
 from specq.kv import get_format
 from specq.progress import Reporter
+from studies.common.results import wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,37 +134,45 @@ def text(made: dict, probed: dict | None) -> str:
     """README.md of the page."""
     engine, work = made["engine"], made["workload"]
     out = [
-        "# vLLM beside the replay: what was measured\n",
+        "# vLLM beside the replay: what was measured",
+        "",
         f"{engine['device']}, vLLM {engine['vllm']}, torch {(engine['versions'] or {}).get('torch')},"
         f" {', '.join(engine['dates']) or 'undated'}, {engine['timing_mode']}; {work['prompts']} prompts of"
         f" {work['documents']} documents, {work['output_tokens']} tokens each, {work['passes']} passes,"
-        f" {work['requests_in_flight']} requests in flight. Made by `python studies/vllm_check.py --out DIR --page DIR`"
+        f" {work['requests_in_flight']} requests in flight. Made by `python -m studies.vllm_check --out DIR --page DIR`"
         + ("" if made["complete"] else ", **not complete**: what is pending has not run")
-        + ".\n",
-        "| cell | backends | emitted, vLLM | emitted, replay | difference | joint p | tokens/s | speedup | predicted |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        + ".",
+        "",
+        "| cell | backends | emitted, vLLM | emitted, replay | difference | S_k, vLLM - replay | joint p | tokens/s | speedup |"
+        " steady | predicted |",
+        "|" + 11 * " --- |",
     ]
     for c in made["cells"]:
         if c["status"] != "ok":
             why = "" if c["status"] == "pending" else f": {c['error']}"
-            out.append(f"| {c['name']} | | {c['status']}{why} | | | | | | |")
+            out.append(f"| {c['name']} | | {c['status']}{why} | | | | | | | | |")
             continue
         a, gain = c.get("agreement"), c.get("speedup_measured")
         row = [c["name"], ", ".join(c["attention_backends_logged"])]
         if a:
             e, p = a["emitted"], a["joint_test"]["p_value"]
             row += [f"{e['measured']['value']:.4f}", f"{e['predicted']['value']:.4f}", interval(e["difference"])]
+            gaps = [s["difference"]["value"] for s in a["marginal_survival"]]
+            row.append(f"{min(gaps):+.4f} to {max(gaps):+.4f}")
             row.append("" if p is None else f"{p:.3f}")
         else:
-            row += ["1", "", "", ""]
-        row += [f"{c['speed']['tokens_per_second']:,.0f}", f"{gain['throughput']:.3f}" if gain else "",
-                f"{value(c):.3f}" if value(c) else ""]  # fmt: skip
+            row += ["1", "", "", "", ""]
+        row.append(f"{c['speed']['tokens_per_second']:,.0f}")
+        row += [f"{x:.3f}" if x else "" for x in (*(gain.get(g) for g in ("throughput", "steady")), value(c))]
         out.append("| " + " | ".join(row) + " |")
+    out.append("")
     out.append(
-        "\nIntervals are 95 %, clustered by document and paired on the same tokens. The draft's cache has the format"
+        "Intervals are 95 %, clustered by document and paired on the same tokens; S_k: the smallest and the largest difference"
+        " over k = 1..K. The draft's cache has the format named in validation.json. Speedup is that of tokens per second over"
+        " plain decoding, prefill and ragged ends included; steady is emitted per cycle times a plain step's time over a"
+        " cycle's, of steps in which all requests decode: what a cost model predicts." + predicted_by(made)
     )
-    out.append("named in validation.json." + predicted_by(made))
-    out.append("\n![emitted and speedup against K](curves.png)\n")
+    out += ["", "![emitted and speedup against K](curves.png)", ""]
     for name, f in made["formats"].items():
         need = f.get("serving_tokens_for_the_replays_error") or {}
         tokens = "".join(f"; K = {k}: counters of two servers need {n:,} tokens" for k, n in need.items() if n)
@@ -176,7 +185,7 @@ def text(made: dict, probed: dict | None) -> str:
                 f" {alpha['mean_difference']:+.5f} on average, {alpha['rms_difference']:.5f} root mean square"
             )
     out += [f"- {w}" for w in made["warnings"]]
-    return "\n".join(out) + "\n"
+    return "\n".join(map(wrapped, out)) + "\n"
 
 
 def predicted_by(made: dict) -> str:

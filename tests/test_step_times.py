@@ -179,3 +179,47 @@ def test_the_page_of_whole_steps_adds_nothing(tmp_path):
     curve = step_times_page.gains(table, "fp8_e4m3", 8, 8192, 0.8)
     assert "| 8 x 8192 | fp8_e4m3 |" in text and f"K = {curves.best_k(curve)}, {curve.max():.2f}" in text
     assert curve[0] == 1.0
+
+
+def test_communication_is_the_whole_step_less_the_share(tmp_path):
+    """From a link of known rate and latency: microseconds an all-reduce as in the closed form, for target and draft."""
+    truth = Efficiency(0.7, 0.5, 0.3, 0.4, 20e-6, 15e-6, 1e-4, "truth")
+    _, roofline = synthetic(tmp_path / "x", None, truth)
+    synthetic(tmp_path / "share", 2, truth)
+    (tmp_path / "x" / "share.json").write_text((tmp_path / "share" / "timings.json").read_text())
+    step_times_page.page("llama70b-1b", tmp_path / "x")
+    text = (tmp_path / "x" / "README.md").read_text()
+    for tokens, batch, new in ((1, 1, 1), (64, 64, 1), (576, 64, 9)):
+        terms = roofline.terms("target", batch, 2048, new, "bf16")
+        each = 1e6 * terms.communication(truth) / 160
+        assert f"| {tokens} | {each:.0f} (" in text
+    (tmp_path / "x" / "share.json").write_text((tmp_path / "x" / "timings.json").read_text())
+    with pytest.raises(SpecqError, match="one GPU's share of the 2 GPUs"):
+        step_times_page.page("llama70b-1b", tmp_path / "x")
+
+
+def test_the_engines_cycles_stand_beside_ones_own(tmp_path):
+    """An engine that takes 1 ms more than specq's own steps a cycle, and twice as long with FP8 at K = 4."""
+    records, _ = synthetic(tmp_path / "x", None, Efficiency())
+    times = {(r["kind"], r["kv_format"], r["new_tokens"]): r["seconds"] for r in records
+             if (r["batch"], r["context"]) == (32, 2048)}  # fmt: skip
+    cells = []
+    for fmt, k in (("bf16", 0), ("bf16", 4), ("fp8_e4m3", 4)):
+        own = times["target", fmt, k + 1] + k * times["draft", "bf16", 1]
+        took = 2 * own if fmt == "fp8_e4m3" else own + 1e-3
+        cells.append({
+            "name": f"{fmt}-k{k}", "status": "ok", "target_kv_dtype": fmt, "num_speculative_tokens": k,
+            "attention_backends_logged": ["FLASH_ATTN"], "asked_marginal_survival": [0.6, 0.4, 0.2, 0.1][:k],
+            "speed": {"cycle_seconds_repeats": [took]}, "speedup_measured": {"steady": 1.25},
+        })  # fmt: skip
+    cells.append({"name": "int8-k0", "status": "pending"})
+    engine = {"vllm": "0.24.0", "versions": {"torch": "2"}, "device": "H200", "dates": ["today"], "timing_mode": "graphs",
+              "tensor_parallel_size": 2}  # fmt: skip
+    made = {"engine": engine, "workload": {"requests_in_flight": 32, "context": 2048, "passes": 1}, "cells": cells}
+    (tmp_path / "x" / "vllm.json").write_text(json.dumps(made))
+    step_times_page.page("llama70b-1b", tmp_path / "x")
+    text = (tmp_path / "x" / "README.md").read_text()
+    assert f"| fp8_e4m3 | 4 | FLASH_ATTN | {2e3 * own:.1f} | {1e3 * own:.1f} | -50 % | 2.300 | 1.25 |" in text
+    ratio = 2 * own / (times["target", "bf16", 5] + 4 * times["draft", "bf16", 1] + 1e-3)
+    assert f"fp8_e4m3 at K = 4: a cycle takes {ratio:.2f} times BF16's" in text
+    assert "Not measured: int8-k0 (pending)" in text

@@ -140,6 +140,8 @@ def test_file_answers_the_questions(study, swept):
     assert made["engine"]["dates"] == ["2026-11-30"]
     for name in ("bf16-k2-probabilistic", "fp8_e4m3-k2-probabilistic"):
         assert cells[name]["speedup_measured"]["throughput"] > 0 and cells[name]["speedup_predicted"]["value"] > 0
+        gain, emitted = cells[name]["speedup_measured"]["steady"], cells[name]["agreement"]["emitted"]["measured"]
+        assert gain == pytest.approx(emitted["value"])  # the fake engine's cycles are as long as its plain steps
     fmt = made["formats"]["fp8_e4m3"]
     recommended = strict_json(study / "fp8" / "recommendation.json")["recommended_num_speculative_tokens"]
     assert fmt["recommended_k"] == recommended
@@ -442,6 +444,7 @@ def test_synthetic_sweep_times_a_shape_and_tune_reads_it(study):
     config = reconfigured(found.config, {"cost": str(study / "synthetic" / "validation.json"), "batch": (4,)})
     times = cycle_times(found.cost(config), Operating(4, 52, "fp8_e4m3", "bf16"), 4)
     assert times[0] == pytest.approx(0.5) and times[4] == pytest.approx(0.5)  # the fake engine's clock
+    assert cell["speedup_measured"]["steady"] == pytest.approx(1 + asked.sum())  # a cycle is as long as a plain step
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,14 @@ python -m studies.best_k --check          # exit code 2 if README.md holds anoth
 import argparse
 import itertools
 import sys
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specq.errors import SpecqError, printable
 from studies.common.curves import System, alpha_of, best_k
-from studies.common.results import Table, markdown
+from studies.common.results import Table, markdown, wrapped
 from studies.common.runs import read_config
-from studies.common.steps import Steps
 
 HERE = Path(__file__).parent
 README = HERE.parents[1] / "README.md"
@@ -66,22 +64,19 @@ def section(config: Mapping[str, Any]) -> str:
         "Best K with a BF16 cache -> with FP8, with INT8 per token and head (tokens per second of each over BF16, each at its"
         f" fastest K). {system.pair} on {config['system']['gpus']}, context {config['context']:,}, from measured step times:"
     )
-    steps_told = Steps.read(
-        HERE / config["system"]["steps"], config["system"]["gpus"], {"target": system.target, "draft": system.draft}
-    ).communication_told
     assumptions = (
         f"Assumptions: mu is what K = {config['k']} accepts, in every format alike; every depth accepts alike (S_k = alpha^k);",
         f"the draft's cache stays BF16; K is the smallest within 1 % of the best, up to {config['k_max']}, the largest that",
         f"was timed: where {config['k_max']} stands, more may be better.",
         f"A format that also cost {config['lost']:g} accepted tokens would move K by at most {steps} and take up to",
         f"{100 * share:.1f} % of the speed. Step times are specq's own kernels', without an engine's scheduler",
-        f"([measured]({RESULTS}/README.md)): one GPU's share of two, to which is added {steps_told}.",
+        f"([measured]({RESULTS}/README.md)): {system.steps_told}.",
         "At that context this server holds",
         ", ".join(f"{n} sequences in {f}" for f, n in fit.items()) + ".",
         "Other pairs, GPUs and contexts: `specq tune`, or `studies/best_k/config.toml` and `make tables`.",
     )
-    wrapped = [textwrap.fill(t, 120, break_on_hyphens=False) for t in (what, " ".join(assumptions))]
-    return "\n".join([BEGIN, wrapped[0], "", markdown(best_k_table(config, system).as_dict()), wrapped[1], END])
+    first, last = (wrapped(t) for t in (what, " ".join(assumptions)))
+    return "\n".join([BEGIN, first, "", markdown(best_k_table(config, system).as_dict()), last, END])
 
 
 def replaced(readme: str, new: str) -> str:

@@ -67,7 +67,7 @@ def claims(config: Mapping[str, Any], folder: Path) -> list[Claim]:
         knee(priced, config["k_max"]),
         sizes(priced[0].systems[0]),
         short_contexts(priced, config["k"], kernels, read_file(str(folder / config["steps"]))),
-        losses(priced, config["k"]),
+        losses(priced, config["k"], json.loads((folder / config["engine"]).read_text())),
     ]
 
 
@@ -116,10 +116,10 @@ def _where_from(priced: Sequence[Priced], where: str) -> str:
     """The note below a table whose rows take measured steps where they have the point."""
     timed = next(s for p in priced for s in p.systems if s.k_timed is not None)
     return (
-        "*Steps measured*: one GPU's share as timed, to which communication between the GPUs is added by assumed factors"
-        f" ([step times](../llama70b-1b/README.md)), up to K = {timed.k_timed}, interpolated between the numbers of new tokens"
-        f" that were timed, and without an interval; taken where {where}. *Roofline*: a closed form, with assumed efficiencies"
-        " or, where a file is named, with those fitted to its step times."
+        f"*Steps measured*: {timed.steps_told} ([step times](../llama70b-1b/README.md)), up to K = {timed.k_timed},"
+        " interpolated between the numbers of new tokens that were timed, and without an interval; taken where"
+        f" {where}. *Roofline*: a closed form, with assumed efficiencies or, where a file is named, with those fitted to its"
+        " step times."
     )
 
 
@@ -168,7 +168,7 @@ def short_contexts(priced: Sequence[Priced], k: int, kernels: Mapping[str, Any],
         f" {timed[1]}): there K and V of all rows together are no longer small beside the weights, so the whole batch's cache"
         f" counts, not the context of one request. With K = {k} it makes decoding at most {max(drafted[4::2]):.0%} faster"
         f" ({drafted[0]}, batch {drafted[1]}), since drafting and arithmetic fill part of the cycle. The second and the third"
-        " table show the parts as they were timed on a GPU: whole steps of a 70B model's half, and one layer's attention."
+        " table show the parts as they were timed on a GPU: steps of a 70B model, and one layer's attention."
     )
     table = Table(
         f"Speed over BF16, plain decoding and K = {k} ({k + 1} new tokens in a verification) at equal acceptance:",
@@ -220,8 +220,9 @@ def _kernel_table(kernels: Mapping[str, Any]) -> Table:
     )  # fmt: skip
 
 
-def losses(priced: Sequence[Priced], k: int) -> Claim:
-    """(i): the mu below which K = k is slower than plain decoding at the same format, and whether a format raises it.
+def losses(priced: Sequence[Priced], k: int, engine: Mapping[str, Any]) -> Claim:
+    """(i): the mu below which K = k is slower than plain decoding at the same format, and whether a format raises it; and what
+    an engine showed (a validation.json of synthetic acceptance).
 
     A case is a point and a format. The claim holds in it where some mu below MARGINAL pays with BF16 and not with the format;
     break-even + 1 is a ratio of times, and has to differ by more than MATTERS.
@@ -246,7 +247,7 @@ def losses(priced: Sequence[Priced], k: int) -> Claim:
         f" {MATTERS:.0%} above BF16's, a margin chosen here. 3.0 is no border: speculation pays above mu = cycle time /"
         f" plain step - 1, which is {lowest:.2f} to {highest:.2f} at these points and depends on K, on the batch and on the"
         f" draft's cost; a format raises it beyond 3.0 in {sum(above) or 'none'} of them. And the loss is one of a fixed"
-        " K: with K chosen anew, speculation is never slower than plain decoding (K = 0)."
+        " K: with K chosen anew, speculation is never slower than plain decoding (K = 0)." + engine_losses(engine)
     )
     table = Table(
         f"mu at which K = {k} is as fast as plain decoding in the same format, where the batch fits in BF16:",
@@ -254,5 +255,39 @@ def losses(priced: Sequence[Priced], k: int) -> Claim:
         _where_from(priced, "they were timed"),
     )  # fmt: skip
     return Claim(
-        "i", "Below mu = 3.0 a quantized cache can turn speculation into a loss.", verdict(outcome), why, [table]
-    )
+        "i", "Below mu = 3.0 a quantized cache can turn speculation into a loss.", verdict(outcome), why,
+        [table, engine_table(engine)],
+    )  # fmt: skip
+
+
+def engine_losses(made: Mapping[str, Any]) -> str:
+    """A sentence on the formats that lost in an engine at a K that gained with BF16; empty where none did."""
+    speeds = {
+        (c["target_kv_dtype"], c["num_speculative_tokens"]): c["speedup_measured"]["steady"]
+        for c in made["cells"] if c["status"] == "ok"
+    }  # fmt: skip
+    lost = [
+        f"at K = {k}, where BF16 makes decoding {speeds['bf16', k]:.2f} times as fast, {fmt} makes it {gain:.2f} times"
+        for (fmt, k), gain in speeds.items()
+        if gain < 1 < speeds.get(("bf16", k), 0)
+    ]
+    engine = f"vLLM {made['engine']['vllm']}"
+    return f" An engine can add a loss of its own: in {engine}, {'; '.join(lost)} (last table)." if lost else ""
+
+
+def engine_table(made: Mapping[str, Any]) -> Table:
+    """Cycles and speedups of every cell that ran, acceptance synthetic and so equal in every format."""
+    e, work = made["engine"], made["workload"]
+    rows = [
+        [c["target_kv_dtype"], c["num_speculative_tokens"], sum(c.get("asked_marginal_survival") or ()),
+         1e3 * float(np.median(c["speed"]["cycle_seconds_repeats"])), c["speedup_measured"]["steady"]]
+        for c in made["cells"] if c["status"] == "ok"
+    ]  # fmt: skip
+    return Table(
+        f"vLLM {e['vllm']} itself on {e['tensor_parallel_size']} x {e['device']}, the 70B shape with dummy weights, synthetic"
+        f" acceptance, {work['requests_in_flight']} requests in flight, {work['context']:,} tokens of context"
+        " ([step times](../llama70b-1b/README.md)):",
+        ["KV cache", "K", "mu", "ms per cycle", "speedup"], ["", "", ".2f", ".1f", ".2f"], rows,
+        "One run a cell, and the draft's cache has the target's format there. Attention alone is not slower with FP8 (see (d)):"
+        " what makes FP8's cycles long lies elsewhere in that engine's steps, and was not found.",
+    )  # fmt: skip

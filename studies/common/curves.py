@@ -50,6 +50,7 @@ class System:
     cost: CostModel
     server: Server | None
     k_timed: int | None = None  # the largest K that was timed; None where a closed form knows every K
+    steps_told: str = ""  # what its timed steps are, in words
 
     @classmethod
     def of(cls, entry: Mapping[str, str], folder: Path) -> "System":
@@ -65,7 +66,7 @@ class System:
                 folder / entry["steps"], entry["gpus"], dict(zip(("target", "draft"), shapes, strict=True))
             )
             k_timed = max(r.new_tokens for r in steps.file.records if r.kind == "target") - 1
-            return cls(pair.name, *shapes, steps.cost, Server(gpu.name, count, gpu.memory), k_timed)
+            return cls(pair.name, *shapes, steps.cost, Server(gpu.name, count, gpu.memory), k_timed, steps.told)
         roofline, at, timings = entry["cost"].rpartition("@")
         spec = parse_cost(
             entry["cost"] if entry["cost"].startswith("roofline:") and not at else f"{roofline}{at}{folder / timings}"

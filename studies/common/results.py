@@ -4,6 +4,7 @@ import datetime
 import json
 import shlex
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,6 +51,14 @@ def shown(cell: Any, spec: str) -> str:  # noqa: ANN401 - JSON
         return "n/a"
     ends = ["?" if x is None else format(x, spec) for x in cell["ci95"]]
     return f"{format(cell['value'], spec)} [{ends[0]}, {ends[1]}]"
+
+
+def wrapped(line: str) -> str:
+    """A paragraph or an item of a list at 120 columns; tables, headings and pictures as they are."""
+    if line.startswith(("|", "#", "!")):
+        return line
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, 120, break_on_hyphens=False, break_long_words=False, subsequent_indent=indent)
 
 
 def markdown(table: Mapping[str, Any]) -> str:

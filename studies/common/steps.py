@@ -12,6 +12,11 @@ from specq.cost.table import TableCost, Timing, TimingFile, read_file
 from specq.shape import ModelShape
 
 
+def key(r: Timing) -> tuple:
+    """What a timing is of."""
+    return r.kind, r.kv_format, r.batch, r.context, r.new_tokens
+
+
 def communication(roofline: Roofline, records: Sequence[Timing]) -> np.ndarray:
     """Seconds that a roofline gives all-reduces and gather in each timed step."""
     terms = [roofline.terms(r.kind, r.batch, r.context, r.new_tokens, r.kv_format) for r in records]
@@ -50,6 +55,12 @@ class Steps:
         over, gpu = self.roofline.gpus, self.roofline.gpu.name
         source = f"steps measured on {gpu}" + (f", share of {over}" if self.file.share_of else f" x {over}")
         return TableCost(whole_steps(self.file, self.roofline), source, {})
+
+    @property
+    def told(self) -> str:
+        """In words what the times are."""
+        over, added = self.roofline.gpus, f"one GPU's share of {self.roofline.gpus} as timed, to which is added "
+        return added + self.communication_told if self.file.share_of else f"whole steps over {over} GPUs as timed"
 
     @property
     def communication_told(self) -> str:

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from specq import __version__, files
 from specq.cost import CostModel, FreeDraft, Operating, cycle_times
 from specq.cost.table import TableCost, Timing
@@ -147,8 +149,26 @@ def _add_speedups(v: "Validation", blocks: dict[str, dict]) -> None:
         block["speedup_measured"] = {
             "throughput": own["tokens_per_second"] / other["tokens_per_second"],
             "latency": _over(other["ms_per_output_token"], own["ms_per_output_token"]),
+            "steady": _steady_speedup(v, cell, block, other),
         }
         block["speedup_predicted"] = _predicted(v, cell)
+
+
+def _steady_speedup(v: "Validation", cell: Cell, block: dict, plain: dict) -> float | None:
+    """What a cost model predicts: emitted per cycle (as asked, where acceptance is synthetic) over the ratio of a steady
+    cycle's time to a plain step's, prefill and ragged ends apart. None where steady steps are too few."""
+    cycle, step = block["speed"]["cycle_seconds_repeats"], plain["cycle_seconds_repeats"]
+    if not cycle or not step:
+        return None
+    if v.work.synthetic and cell.k:
+        emitted = 1 + sum(v.work.survival[cell.fmt.name, cell.k])
+    elif cell.k and block["agreement"]:
+        emitted = block["agreement"]["emitted"]["measured"]["value"]
+    elif cell.k:
+        return None  # the replay is still to come
+    else:
+        emitted = 1.0
+    return float(emitted * np.median(step) / np.median(cycle))
 
 
 def _over(a: float | None, b: float | None) -> float | None:

@@ -1,0 +1,117 @@
+"""Two sections of the page of `studies.step_times` that need more than its timings: communication, and the same shape in vLLM.
+
+Communication: whole steps less the steps of one GPU's share (`share.json`), both timed on the same machine. vLLM: what
+`specq validate --synthetic` measured (`vllm.json`, a validation.json), beside cycles of specq's own step times.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specq.cost import Operating, cycle_times
+from specq.cost.table import TableCost, TimingFile
+from specq.errors import SpecqError
+from studies.common.steps import Steps, communication, key
+
+
+def communication_section(steps: Steps, share: TimingFile) -> list[str]:
+    """Microseconds of an all-reduce by its tokens: a step less one GPU's share of it, over the all-reduces in it.
+
+    Raises SpecqError where the files do not belong together.
+    """
+    over, alone = steps.roofline.gpus, {key(r): r.seconds for r in share.records}
+    if steps.file.share_of or share.share_of != over:
+        raise SpecqError(
+            f"share.json must hold one GPU's share of the {over} GPUs whose whole steps timings.json holds"
+        )
+    both = [r for r in steps.file.records if key(r) in alone]
+    assumed = communication(steps.roofline, both)
+    rows: dict[int, list[tuple[str, float, float, float]]] = {}
+    for r, told in zip(both, assumed, strict=True):
+        found = r.seconds - alone[key(r)]
+        calls = 2 * steps.roofline.shapes[r.kind].depth
+        rows.setdefault(r.batch * r.new_tokens, []).append(
+            (r.kind, 1e6 * found / calls, 1e6 * told / calls, found / r.seconds)
+        )
+    e = steps.roofline.efficiency
+    lines = [
+        f"## Communication: whole steps less one GPU's share of them, {len(both)} points",
+        "",
+        "Both were timed on the same machine. Microseconds per all-reduce (two a layer; the gather of the logits is spread over"
+        f" them): median, in brackets the assumed ones ({1e6 * e.reduce_seconds:.0f} microseconds and the bytes over"
+        f" {e.link:.2f} of the link); then the share of a step. NCCL's own kernels, in CUDA graphs; engines have quicker ones"
+        " for few tokens.",
+        "",
+        "| tokens in the step | target | of its step | draft | of its step |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for tokens in sorted(rows):
+        cells = []
+        for kind in ("target", "draft"):
+            mine = np.array([row[1:] for row in rows[tokens] if row[0] == kind])
+            if len(mine):
+                us, told, part = np.median(mine, axis=0)
+                cells += [f"{us:.0f} ({told:.0f})", f"{100 * part:.0f} %"]
+            else:
+                cells += ["", ""]
+        lines.append(f"| {tokens} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def vllm_section(made: Mapping[str, Any], cost: TableCost, pair: str) -> list[str]:
+    """Cycle times and speedups that vLLM showed with synthetic acceptance, beside those of specq's own step times."""
+    engine, work = made["engine"], made["workload"]
+    batch, context = work["requests_in_flight"], work["context"]
+    lines = [
+        "## The same shape in vLLM, acceptance synthetic",
+        "",
+        f"`specq validate STUDY --synthetic --pair {pair} --tensor-parallel {engine['tensor_parallel_size']}`:"
+        f" {engine['tensor_parallel_size']} x {engine['device']}, vLLM {engine['vllm']}, torch {engine['versions']['torch']},"
+        f" {', '.join(engine['dates'])}, {engine['timing_mode']}; dummy weights, {batch} requests in flight, {context:,} tokens"
+        f" of context on average, passes timed: {work['passes']}; median of a steady cycle. Emitted per cycle is as asked, from"
+        " the study of the embedded pair. Beside it the same from specq's own step times above (draft's cache BF16; in vLLM"
+        f" {engine['vllm']} the draft's is the target's).",
+        "",
+        "| KV cache | K | backend | ms per cycle, vLLM | own steps | own over vLLM, less 1 | emitted | speedup, vLLM |"
+        " own steps |",
+        "|" + 9 * " --- |",
+    ]
+    cells = [c for c in made["cells"] if c["status"] == "ok"]
+    times = {(c["target_kv_dtype"], c["num_speculative_tokens"]): seconds(c) for c in cells}
+    for c in cells:
+        fmt, k = c["target_kv_dtype"], c["num_speculative_tokens"]
+        own = cycle_times(cost, Operating(batch, context, fmt, "bf16"), k)
+        tokens = emitted(c)
+        gain = c["speedup_measured"]["steady"]
+        lines.append(
+            f"| {fmt} | {k} | {', '.join(c['attention_backends_logged'])} | {1e3 * times[fmt, k]:.1f} | {1e3 * own[k]:.1f} |"
+            f" {100 * (own[k] / times[fmt, k] - 1):+.0f} % | {tokens:.3f} | {gain:.2f} | {tokens * own[0] / own[k]:.2f} |"
+        )
+    lines += ["", *map(str, ratios(times)), *left_out(made)]
+    return lines
+
+
+def seconds(cell: Mapping[str, Any]) -> float:
+    """Median seconds of a steady cycle."""
+    return float(np.median(cell["speed"]["cycle_seconds_repeats"]))
+
+
+def emitted(cell: Mapping[str, Any]) -> float:
+    """Emitted per cycle at the rates that were asked for."""
+    return 1 + sum(cell.get("asked_marginal_survival") or ())
+
+
+def ratios(times: Mapping[tuple[str, int], float]) -> list[str]:
+    """What an 8-bit cache does to a step of vLLM, K by K."""
+    found = []
+    for (fmt, k), t in times.items():
+        if fmt != "bf16" and ("bf16", k) in times:
+            found.append(f"- {fmt} at K = {k}: a cycle takes {t / times['bf16', k]:.2f} times BF16's.")
+    return found
+
+
+def left_out(made: Mapping[str, Any]) -> Sequence[str]:
+    """The cells that did not run."""
+    missing = [f"{c['name']} ({c['status']})" for c in made["cells"] if c["status"] != "ok"]
+    return [f"- Not measured: {', '.join(missing)}."] if missing else []
