@@ -8,7 +8,7 @@ import pytest
 
 from specq import pairs
 from specq.config import DRAWS
-from specq.cost import Operating, cycle_time_draws, cycle_times
+from specq.cost import Operating, cycle_time_draws, cycle_times, measured
 from specq.cost.base import Scaled
 from specq.cost.gpus import Efficiency, get_gpu, gpus, parse_gpus
 from specq.cost.roofline import Roofline
@@ -261,3 +261,13 @@ def test_timings_files_are_read_or_refused(tmp_path):
         path.write_text(bad if isinstance(bad, str) else json.dumps(bad))
         with pytest.raises(SpecqError, match=why):
             read_timings(str(path))
+
+
+def test_steps_that_waited_for_launches_are_named():
+    """On a GPU whose kernels run faster than Python launches them; a step that computes on behind its launches says nothing,
+    nor one on a CPU."""
+    (said,) = measured.launch_warning({"launching_share": 0.97})
+    assert "97 % of a step" in said and "specq validate" in said
+    for share in (0.4, None):
+        assert measured.launch_warning({"launching_share": share}) == []
+    assert measured.launch_warning({}) == []

@@ -5,7 +5,8 @@ What a CPU without FP8 units gains from FP8 says nothing about a GPU; the report
 
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from specq.kv import get_format
 from specq.models.loaded import LoadedModel
 
 REPEATS = 9
+LAUNCH_BOUND = 0.9  # share of a step after which the last kernel is launched: beyond it, the GPU waits for launches
 
 
 def _new_token_grid(k_max: int) -> list[int]:
@@ -41,7 +43,7 @@ def measure(
     cases: list[tuple[Kind, str, int]] = [("target", f, n) for f in target_formats for n in _new_token_grid(k_max)]
     cases += [("draft", f, 1) for f in draft_formats]
     models = {"target": target, "draft": draft}
-    records, spread = [], []
+    records, spread, launching = [], [], []
     for batch in batches:
         for context in contexts:
             ready = {}
@@ -55,7 +57,9 @@ def measure(
             for _ in range(REPEATS + 1):
                 for case in cases:
                     kind, name, new = case
-                    seconds[case].append(_one_step(models[kind], ready[kind, name], batch, new))
+                    took, launched = _one_step(models[kind], ready[kind, name], batch, new)
+                    seconds[case].append(took)
+                    launching.append(launched / took)
                     progress(1)
             for (kind, name, new), times in seconds.items():
                 repeats = times[1:]  # the first one warms up
@@ -69,24 +73,39 @@ def measure(
         "threads": torch.get_num_threads(),
         "repeats": REPEATS,
         "median_relative_spread": float(np.median(spread)),
+        "launching_share": float(np.median(launching)) if target.device.type == "cuda" else None,
         "note": "real steps of this pair on this machine; a serving GPU differs",
         "records": [r.model_dump() for r in records],
     }
     return TableCost(records, "measured", details)
 
 
-def _one_step(model: LoadedModel, cache: object, batch: int, new: int) -> float:
+def launch_warning(details: Mapping[str, Any]) -> list[str]:
+    """What is wrong with steps whose kernels were launched no faster than they ran; `details` are `measure`'s."""
+    share = details.get("launching_share")
+    if share is None or share < LAUNCH_BOUND:
+        return []
+    return [
+        f"the GPU waited for launches while steps were timed ({100 * share:.0f} % of a step went by before its last kernel was"
+        " launched): an engine with CUDA graphs is faster and its best K may be another; decide by its own step times (`specq"
+        " validate`, then --cost validation.json) or by a roofline"
+    ]
+
+
+def _one_step(model: LoadedModel, cache: object, batch: int, new: int) -> tuple[float, float]:
+    """Seconds of a step, and of them those until its last kernel was launched."""
     before = cache.lengths
     tokens = torch.zeros(batch, new, dtype=torch.long)
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()
     model.forward(tokens, cache)
+    launched = time.perf_counter() - began
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     elapsed = time.perf_counter() - began
     cache.rollback(before)
-    return elapsed
+    return elapsed, launched
 
 
 def steps_to_time(target_formats: int, draft_formats: int, batches: int, contexts: int, k_max: int) -> int:
