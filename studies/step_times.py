@@ -12,8 +12,8 @@ adds comes on top. `--cost` reads timings.json.
 `--share N` measures on one GPU what one of N does between its all-reduces: times without communication, which calibrate
 `--cost roofline:NxGPU@timings.json`. The page then adds the communication by the data sheet; beside whole steps those times,
 as share.json in DIR, tell the communication. A validation.json of `specq validate --synthetic --pair`, as vllm.json in DIR,
-stands beside specq's own steps. Files are written after every (model, format, context); the same command with the same DIR
-goes on where it was stopped.
+stands beside specq's own steps, and a study.json of `--random-weights`, as random.json, after them. Files are written after
+every (model, format, context); the same command with the same DIR goes on where it was stopped.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""Two sections of the page of `studies.step_times` that need more than its timings: communication, and the same shape in vLLM.
+"""Sections of the page of `studies.step_times` that need more than its timings: communication, the shape in vLLM, a study.
 
 Communication: whole steps less the steps of one GPU's share (`share.json`), both timed on the same machine. vLLM: what
-`specq validate --synthetic` measured (`vllm.json`, a validation.json), beside cycles of specq's own step times.
+`specq validate --synthetic` measured (`vllm.json`, a validation.json), beside cycles of specq's own step times. A study: what
+`specq study --random-weights` over the same GPUs took (`random.json`, its study.json).
 """
 
 from collections.abc import Mapping, Sequence
@@ -115,3 +116,26 @@ def left_out(made: Mapping[str, Any]) -> Sequence[str]:
     """The cells that did not run."""
     missing = [f"{c['name']} ({c['status']})" for c in made["cells"] if c["status"] != "ok"]
     return [f"- Not measured: {', '.join(missing)}."] if missing else []
+
+
+def study_section(study: Mapping[str, Any], steps: Steps) -> list[str]:
+    """Seconds, memory and the step times of a study with random weights over all GPUs."""
+    made, took, peak = study["environment"], study["timings_seconds"], study["peak_memory_gb"]
+    cost, options = study["cost"]["details"], made["command"].partition(" ")[2]
+    parameters = " and ".join(f"{study['pair'][role]['parameters'] / 1e9:.1f}" for role in ("target", "draft"))
+    plain = next(
+        r for r in cost["records"] if (r["kind"], r["kv_format"], r["new_tokens"]) == ("target", "bf16", 1)
+    )  # fmt: skip
+    graphs = steps.cost.step_time("target", plain["batch"], plain["context"], 1, "bf16")
+    return [
+        "## A study of the shape, random weights",
+        "",
+        f"`torchrun --nproc-per-node {made['processes']} -m specq.cli {options}`, {made['device']}, transformers"
+        f" {made['transformers']}, {made['date']}: {took['total']:.0f} s, of which {took['load']:.0f} to build models of"
+        f" {parameters} billion parameters, {took['sample']:.0f} to sample, {took['score']:.0f} to score in"
+        f" {len(study['directories']) + 1} formats, {took['cost']:.0f} to time steps; at most {peak['gpu']:.1f} GB on the first"
+        " GPU. Acceptance means nothing then. Its own step times are those of transformers, which launches every kernel from"
+        f" Python: {1e3 * plain['seconds']:.0f} ms for plain decoding of {plain['batch']} rows at {plain['context']:,} tokens,"
+        f" where the same in CUDA graphs takes {1e3 * graphs:.1f} ms (above): so `--cost measured` says little of an engine on"
+        " a GPU, and a study says so.",
+    ]

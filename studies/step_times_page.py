@@ -17,7 +17,7 @@ from studies.common.curves import best_k, emitted
 from studies.common.results import wrapped
 from studies.common.steps import Steps, key, whole_steps
 from studies.step_times import BATCHES, CONTEXTS, FORMATS, MEMORY, NEW, fitting, groups, missing
-from studies.step_times_more import communication_section, vllm_section
+from studies.step_times_more import communication_section, study_section, vllm_section
 
 ALPHAS, K_MAX = (0.6, 0.7, 0.8, 0.9), NEW[-1] - 1
 
@@ -82,12 +82,14 @@ def page(pair: str, folder: Path) -> None:
 
 
 def more(folder: Path, steps: Steps, pair: str) -> list[str]:
-    """The sections of share.json and vllm.json, where these are there."""
+    """The sections of share.json, vllm.json and random.json, where these are there."""
     lines = []
     if (folder / "share.json").exists():
         lines += [*communication_section(steps, read_file(str(folder / "share.json"))), ""]
     if (folder / "vllm.json").exists():
         lines += [*vllm_section(files.read_json(folder / "vllm.json"), steps.cost, pair), ""]
+    if (folder / "random.json").exists():
+        lines += [*study_section(files.read_json(folder / "random.json"), steps), ""]
     return lines
 
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import specq_kernels.bench
@@ -19,6 +21,7 @@ from studies.common import curves
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs the kernels in Triton's interpreter")
 
+ROOT = Path(__file__).parents[1]
 SHAPES = {
     "target": Shape(3, 128, 256, 4, 2, 64, 512, False, positions=4096),
     "draft": Shape(2, 64, 128, 2, 2, 64, 512, True, positions=4096),
@@ -223,3 +226,12 @@ def test_the_engines_cycles_stand_beside_ones_own(tmp_path):
     ratio = 2 * own / (times["target", "bf16", 5] + 4 * times["draft", "bf16", 1] + 1e-3)
     assert f"fp8_e4m3 at K = 4: a cycle takes {ratio:.2f} times BF16's" in text
     assert "Not measured: int8-k0 (pending)" in text
+
+
+def test_the_kept_page_is_written_from_the_kept_files(tmp_path):
+    """studies/results/llama70b-1b: the page follows from the files beside it, to the letter."""
+    kept = ROOT / "studies" / "results" / "llama70b-1b"
+    shutil.copytree(kept, tmp_path / "x", ignore=shutil.ignore_patterns("*.png", "README.md"))
+    step_times_page.page("llama70b-1b", tmp_path / "x")
+    for name in ("README.md", "roofline.csv"):
+        assert (tmp_path / "x" / name).read_text() == (kept / name).read_text(), name
