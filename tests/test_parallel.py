@@ -286,11 +286,16 @@ def test_what_rank_0_drops_is_dropped_everywhere(tmp_path):
     assert codes[1] == 2 and "knows 2" in errors[1]  # the model and the last cache
 
 
-def test_torchrun_command_line(tmp_path):
-    """`torchrun -m specq.cli rollout`: one answer printed, one directory written, whole sizes in it; and an impossible request
-    is one sentence."""
+def command_environment():
+    """The environment of a command: this checkout ahead of what this process finds its packages by."""
     root = Path(__file__).parents[1]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{root}:{root / 'kernels'}"}
+    return os.environ | {"PYTHONPATH": f"{root}:{root / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def test_torchrun_command_line(tmp_path):
+    """`torchrun -m specq.cli rollout`: one answer printed, one directory written, whole sizes in it. The GPUs, if
+    any, are hidden: it means the CPU."""
+    env = command_environment() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run += [
         "-m",
@@ -398,8 +403,7 @@ def test_two_gpus_give_the_logits_of_one(tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_share_a_model_under_torchrun(tmp_path):
     """The embedded pair, its target split over two GPUs through NCCL, gives a rollout that replay agrees with."""
-    root = Path(__file__).parents[1]
-    env = os.environ | {"PYTHONPATH": f"{root}:{root / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"}
+    env = command_environment()
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "specq.cli"]
     run += ["rollout", "--quiet", "--device", "cuda", "--num-prompts", "24", "--prompt-tokens", "48"]
     done = subprocess.run(
