@@ -56,9 +56,10 @@ def bench_chain() -> dict:
 
 
 def _study(folder: Path, *args: str) -> tuple[float, float, dict]:
-    """(seconds, peak GB, study.json) of a study in a process of its own."""
+    """(seconds, peak GB, study.json) of a study on the CPU, where the goals are, in a process of its own."""
     began = time.perf_counter()
-    command = [sys.executable, "-m", "specq.cli", "study", "--out", str(folder), "--overwrite", *args]
+    how = ["--out", str(folder), "--overwrite", "--device", "cpu"]
+    command = [sys.executable, "-m", "specq.cli", "study", *how, *args]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)

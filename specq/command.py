@@ -10,6 +10,7 @@ from rich.table import Table
 
 from specq import files, from_server, pairs
 from specq.config import StudyConfig, file_digest, make_config, same_study, validated
+from specq.device import on_device
 from specq.errors import SpecqError, printable
 from specq.models.checkpoint import open_checkpoint
 from specq.models.directory import read_json_object
@@ -100,6 +101,7 @@ def study_command(
     if not out.name:
         raise SpecqError(f"--out {out} is no directory that a study could be renamed to; name a new one")
     files.refuse_foreign(out)  # now, not after the models are loaded
+    config = on_device(config, options["device"], out, overwrite=overwrite)
     if not overwrite and _finished(out, config, share):
         return
     from specq.shards import refuse_mixing

@@ -16,7 +16,7 @@ from specq.models.config import config_of_side
 from specq.models.examine import Examined, examine
 from specq.models.geometry import geometry_of
 from specq.models.loaded import LoadedModel
-from specq.models.loading import load, load_random
+from specq.models.loading import load, load_random, weight_bytes
 from specq.models.vocabulary import Vocabulary, check_pair
 from specq.ngram import NgramLookup
 from specq.progress import Reporter
@@ -71,6 +71,8 @@ def load_models(config: RunConfig, reporter: Reporter) -> tuple[pairs.Pair, Mode
                 f"the {role} has {model.geometry.max_positions} positions and the study needs {needed} (--prompt-tokens"
                 f" {config.prompt_tokens} + --output-tokens {config.output_tokens})"
             )
+    if config.device == "cuda" and not parallel.share():  # a draft that is the target is loaded once
+        placement.require_room({where[role]: weight_bytes(model, config.device) for role, model in found.items()})
 
     def made(role: str) -> LoadedModel:
         draft, share = role == "draft", parallel.share()

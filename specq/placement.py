@@ -5,7 +5,7 @@ for either, and the refusals that come before it allocates anything.
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,17 @@ def require(device: str) -> None:
         raise SpecqError(f"--device {device}: PyTorch sees no CUDA device here; use --device cpu")
     if device == AUTO:
         _require_accelerate("--device auto")
+
+
+def require_room(sizes: Mapping[str, int]) -> None:
+    """Raises SpecqError when models with so many bytes of weights, by name, do not fit the one GPU that they share."""
+    free = torch.cuda.mem_get_info()[0]
+    if sum(sizes.values()) > free:
+        parts = " and ".join(f"{name} ({size / 1e9:.1f} GB)" for name, size in sizes.items())
+        raise SpecqError(
+            f"the weights of {parts} do not fit one GPU, which has {free / 1e9:.1f} GB free: --device auto spreads a model over"
+            " all visible GPUs, torchrun splits the target over its processes"
+        )
 
 
 def _require_accelerate(what: str) -> None:

@@ -17,6 +17,7 @@ from rich.table import Table
 from specq import files, pairs
 from specq.command import fingerprints, format_names, refuse_both
 from specq.config import RolloutConfig, make_config, same_study
+from specq.device import on_device
 from specq.errors import SpecqError
 from specq.progress import Reporter
 from specq.terminal import Terminal
@@ -53,6 +54,7 @@ def rollout_command(
     if not out.name:
         raise SpecqError(f"--out {out} is no directory that a rollout could be renamed to; name a new one")
     files.refuse_foreign(out, KIND)
+    config = on_device(config, options["device"], out, KIND, overwrite=overwrite)
     from specq.shards import refuse_mixing, tidy
 
     if (out / SUMMARY).is_file() and not overwrite:

@@ -26,7 +26,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from specq import pairs
+from specq import device, pairs
 from specq.kv.base import Codec, KVFormat
 from specq.models.loading import load
 
@@ -38,6 +38,14 @@ def pytest_terminal_summary(terminalreporter):
     """Say what was not collected: these tests have an environment of their own."""
     for name in collect_ignore:
         terminalreporter.write_line(f"not run in this environment: tests/{name}, which needs vLLM (`make test-vllm`)")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def on_the_cpu():
+    """A study or rollout of a test for which no device is given computes on the CPU, on a machine with a GPU as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "default_device", lambda: "cpu")
+        yield
 
 
 VOCAB = 48

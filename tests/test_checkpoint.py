@@ -271,7 +271,7 @@ def test_no_network_for_local_directories(tmp_path):
         "--output-tokens",
         "12",
     ]
-    args += ["--num-prompts", "3", "--k-max", "3", "--current-k", "2", "--out", "out", "--quiet"]
+    args += ["--num-prompts", "3", "--k-max", "3", "--current-k", "2", "--device", "cpu", "--out", "out", "--quiet"]
     environment = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")}
     out = subprocess.run([sys.executable, "-c", code, *map(str, args)], cwd=tmp_path, env=environment,
                          capture_output=True, text=True)  # fmt: skip

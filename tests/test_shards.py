@@ -133,6 +133,8 @@ def test_ctrl_c_in_the_terminal(pair, tmp_path):
             "8",
             "--k-max",
             "3",
+            "--device",
+            "cpu",
             "--quiet",
         ]
         args += [x for k, v in pair.items() for x in (f"--{k}", v)] + ["--out", "out"]

@@ -92,7 +92,10 @@ def load(
     _note_unused(checkpoint, geometry, info["unexpected_keys"], notes)
     model = model.eval().requires_grad_(False)
     if not where:
-        model = model.to(device)
+        try:
+            model = model.to(device)
+        except RuntimeError as error:
+            raise SpecqError(f"cannot move the weights in {source} to {device}: {first_line(error)}") from error
     eos, sampling = generation_settings(examined, model, notes)
     return LoadedModel(
         name=source,
@@ -112,6 +115,19 @@ def load(
     )
 
 
+def weight_bytes(examined: Examined, device: str) -> int:
+    """Bytes that the weights will take on `device`: in the dtype computed in, or as stored where they are quantized.
+
+    0 where nothing says: quantized weights that will be random.
+    """
+    checkpoint = examined.checkpoint
+    dtype = _random_dtype(device) if checkpoint is None else _compute_dtype(checkpoint, device, [])[0]
+    size = placement.weight_bytes(examined.config, dtype)
+    if size is None:
+        size = sum(t.end - t.start for t in checkpoint.tensors.values()) if checkpoint else 0
+    return size
+
+
 def load_random(
     name: str,
     config: Any,  # noqa: ANN401
@@ -127,7 +143,7 @@ def load_random(
     quiet()
     attention.register()
     geometry = geometry_of(config)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = _random_dtype(device)
     where = _placed(name, config, geometry, dtype, device, draft, share)
     torch.manual_seed(seed)
     try:
@@ -173,6 +189,10 @@ def _placed(
 
 def _cache_keyword(model: torch.nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _random_dtype(device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def _compute_dtype(checkpoint: Checkpoint, device: str, notes: list[str]) -> tuple[torch.dtype, str]:
