@@ -28,6 +28,7 @@ from specq.vllm_options import (
     OLDEST,
     parse_version,
     vllm_block,
+    why_not_started,
 )
 
 EXTRAPOLATION = 1.5  # a context this many times the longest scored one is worth a word
@@ -67,13 +68,14 @@ def _vllm(
     if fmt.vllm is None:
         warnings.append(f"vLLM has no KV cache format like {fmt.name}; nothing is written for it")
         return None
+    if reason := why_not_started(fmt, config.vllm_version):
+        warnings.append(f"nothing is written for vLLM: {reason}")
+        return None
     if facts.target_vocab != facts.draft_vocab:
         warnings.append(
             f"vLLM refuses draft_model pairs of unequal vocabulary size ({facts.target_vocab} and {facts.draft_vocab})"
         )
         return None
-    if fmt.vllm_caution:
-        warnings.append(fmt.vllm_caution)
     if config.verify == "strict":
         warnings.append("vLLM verifies with min(1, p/q), not strictly: these figures are not a prediction for it")
     if facts.lookup is None and config.draft_transform == "same" and facts.transform.truncates:

@@ -17,6 +17,15 @@ OLDEST = (0, 24)
 # On a CPU these expand the temperature into a copy (vllm/utils/cpu_triton_utils.py: _expand_kernel_impl) and verify with what
 # was in memory: above temperature 0 almost nothing is accepted, and the text is not the target's. Seen with 0.32.0.
 CPU_VERIFIES_WRONGLY = ((0, 32),)
+# Formats by name that vLLM accepts and a server on CUDA does not start with: the last version known, and why. fp8_e5m2 was
+# tried with 0.24.0 on an H200 (an AssertionError of vllm/model_executor/layers/attention/attention.py).
+DOES_NOT_START = {
+    "fp8_e5m2": (
+        (0, 32),
+        "TRITON_ATTN, the backend that lists the format, quantizes the query and Attention.forward then asserts e4m3 (seen with"
+        " 0.24.0 on an H200; 0.32 by its sources): take fp8_e4m3",
+    )
+}
 LATEST_LOOKED_UP_BY_V2 = (
     "specq's n-gram lookup is that of vLLM's V1 runner, which takes the earliest occurrence; the V2 runner, 0.32's default on a"
     " GPU, takes the latest: VLLM_USE_V2_MODEL_RUNNER=0 chooses the one that is predicted here"
@@ -35,6 +44,14 @@ def parse_version(text: str) -> tuple[int, int]:
             f"--vllm-version {text} is older than {OLDEST[0]}.{OLDEST[1]}, the oldest one specq writes for"
         )
     return major, minor
+
+
+def why_not_started(fmt: "KVFormat", version: str) -> str | None:
+    """Why a server of that vLLM does not start on CUDA with the format's cache; None where nothing of the kind is known."""
+    known = DOES_NOT_START.get(fmt.name)
+    if known is None or parse_version(version) > known[0]:
+        return None
+    return f"vLLM {version} does not start on CUDA with {fmt.vllm}: {known[1]}"
 
 
 def draft_kv_is_free(version: str) -> bool:
@@ -77,7 +94,8 @@ def vllm_block(
     survival: list[float],
     lookup: "NgramLookup | None" = None,
 ) -> VllmBlock:
-    """Arguments for `vllm serve` and the speculative_config for one format; `fmt.vllm` must not be None.
+    """Arguments for `vllm serve` and the speculative_config for one format; `fmt.vllm` must not be None, and whether a server
+    starts with it is `why_not_started`'s to say.
 
     num_speculative_tokens is the schedule's largest K; vLLM allows K = 0 only inside a schedule, so an all-zero schedule
     means no speculative_config at all. `survival` gives S_1..S_K at that K. With `lookup` the method is n-gram lookup.

@@ -401,6 +401,8 @@ def test_cells(study):
     names = [c.name for c in cells_of(found, [], [4], ["fp8:4@triton_attn"])]
     assert names == ["bf16-k0", "bf16-k4-probabilistic", "fp8_e4m3-k0", "fp8_e4m3-k4-probabilistic",
                      "fp8_e4m3-k4-probabilistic-TRITON_ATTN"]  # fmt: skip
+    # no recommendation is written for it, and it can be tried
+    assert [c.name for c in cells_of(found, ["fp8_e5m2"], [0], [])] == ["fp8_e5m2-k0"]
     default = {c.k for c in cells_of(found, [], None, [])}
     recommended = strict_json(study / "fp8" / "recommendation.json")["recommended_num_speculative_tokens"]
     assert {0, 2, 4, recommended} <= default

@@ -117,7 +117,6 @@ class KVFormat:
     aliases: ClassVar[tuple[str, ...]] = ()
     vllm: ClassVar[str | None] = None
     vllm_backend: ClassVar[str | None] = None
-    vllm_caution: ClassVar[str | None] = None  # what a user should know before vLLM is started with it
     summary: ClassVar[str]
     codec: ClassVar[Codec]
     k_granularity: ClassVar[Granularity]

@@ -7,9 +7,5 @@ class FP8E5M2(KVFormat):
     """8-bit float with 2 mantissa bits, largest value 57344 times the scale."""
 
     name, vllm, vllm_backend = "fp8_e5m2", "fp8_e5m2", "TRITON_ATTN"
-    vllm_caution = (
-        "vLLM's sources (0.24, 0.32) quantize the query for fp8_e5m2 on TRITON_ATTN on CUDA and then assert e4m3: expect the"
-        " server to refuse its first step, and take fp8_e4m3, or a backend that reads e5m2; not tried here"
-    )
     summary = "e5m2, static scale per tensor (1.0 without a checkpoint's or a calibration's)"
     codec, k_granularity, v_granularity = E5M2, "tensor", "tensor"
