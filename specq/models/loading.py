@@ -118,11 +118,14 @@ def load(
 def weight_bytes(examined: Examined, device: str) -> int:
     """Bytes that the weights will take on `device`: in the dtype computed in, or as stored where they are quantized.
 
-    0 where nothing says: quantized weights that will be random.
+    0 where nothing says: quantized weights that will be random, a configuration that no model can be made of.
     """
     checkpoint = examined.checkpoint
     dtype = _random_dtype(device) if checkpoint is None else _compute_dtype(checkpoint, device, [])[0]
-    size = placement.weight_bytes(examined.config, dtype)
+    try:
+        size = placement.weight_bytes(examined.config, dtype)
+    except Exception:  # a configuration that no model can be made of: loading says what is wrong with it
+        return 0
     if size is None:
         size = sum(t.end - t.start for t in checkpoint.tensors.values()) if checkpoint else 0
     return size
