@@ -10,10 +10,12 @@ the number of layers, plus the LM head with the gather of its logits. No schedul
 adds comes on top. `--cost` reads timings.json.
 
 `--share N` measures on one GPU what one of N does between its all-reduces: times without communication, which calibrate
-`--cost roofline:NxGPU@timings.json`. The page then adds the communication by the data sheet; beside whole steps those times,
-as share.json in DIR, tell the communication. A validation.json of `specq validate --synthetic --pair`, as vllm.json in DIR,
-stands beside specq's own steps, and a study.json of `--random-weights`, as random.json, after them. Files are written after
-every (model, format, context); the same command with the same DIR goes on where it was stopped.
+`--cost roofline:NxGPU@timings.json`. The page then adds the communication by the data sheet. Files are written after every
+(model, format, context); the same command with the same DIR goes on where it was stopped.
+
+Beside whole steps the page takes, where DIR has them: share.json and share-machine.json, what `--share` wrote, which tell the
+communication; vllm.json, a validation.json of `specq validate --synthetic --pair`; random.json, a study.json of
+`--random-weights`.
 """
 
 import argparse

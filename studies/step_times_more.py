@@ -16,10 +16,10 @@ from specq.errors import SpecqError
 from studies.common.steps import Steps, communication, key
 
 
-def communication_section(steps: Steps, share: TimingFile) -> list[str]:
+def communication_section(steps: Steps, share: TimingFile, machine: Mapping[str, Any]) -> list[str]:
     """Microseconds of an all-reduce by its tokens: a step less one GPU's share of it, over the all-reduces in it.
 
-    Raises SpecqError where the files do not belong together.
+    `machine` tells how `share` was made. Raises SpecqError where the files do not belong together.
     """
     over, alone = steps.roofline.gpus, {key(r): r.seconds for r in share.records}
     if steps.file.share_of or share.share_of != over:
@@ -28,36 +28,37 @@ def communication_section(steps: Steps, share: TimingFile) -> list[str]:
         )
     both = [r for r in steps.file.records if key(r) in alone]
     assumed = communication(steps.roofline, both)
-    rows: dict[int, list[tuple[str, float, float, float]]] = {}
+    rows: dict[tuple[int, str], list[tuple[float, float, float]]] = {}
     for r, told in zip(both, assumed, strict=True):
-        found = r.seconds - alone[key(r)]
-        calls = 2 * steps.roofline.shapes[r.kind].depth
-        rows.setdefault(r.batch * r.new_tokens, []).append(
-            (r.kind, 1e6 * found / calls, 1e6 * told / calls, found / r.seconds)
-        )
+        found, calls = r.seconds - alone[key(r)], 2 * steps.roofline.shapes[r.kind].depth
+        at = rows.setdefault((r.batch * r.new_tokens, r.kind), [])
+        at.append((1e6 * found / calls, 1e6 * told / calls, found / r.seconds))
     e = steps.roofline.efficiency
-    lines = [
+    return [
         f"## Communication: whole steps less one GPU's share of them, {len(both)} points",
         "",
-        "Both were timed on the same machine. Microseconds per all-reduce (two a layer; the gather of the logits is spread over"
-        f" them): median, in brackets the assumed ones ({1e6 * e.reduce_seconds:.0f} microseconds and the bytes over"
-        f" {e.link:.2f} of the link); then the share of a step. NCCL's own kernels, in CUDA graphs; engines have quicker ones"
-        " for few tokens.",
+        f"The share by itself: one {machine['gpu']}, {machine['date']}, `{machine['command']}` (share.json). The difference in"
+        " microseconds per all-reduce, two a layer: median, smallest to largest over the points of so many tokens, and in"
+        f" brackets the assumed one ({1e6 * e.reduce_seconds:.0f} microseconds and the bytes over {e.link:.2f} of the link);"
+        " then its share of a step. It also holds the gather of the logits and what else changes when a GPU waits for another"
+        " (gaps between kernels, clocks), which is why it does not rise evenly. NCCL's own kernels, in CUDA graphs; engines"
+        " have quicker ones for few tokens.",
         "",
         "| tokens in the step | target | of its step | draft | of its step |",
         "| --- | --- | --- | --- | --- |",
+        *(
+            f"| {tokens} | {_difference(rows.get((tokens, 'target')))} | {_difference(rows.get((tokens, 'draft')))} |"
+            for tokens in sorted({tokens for tokens, _ in rows})
+        ),
     ]
-    for tokens in sorted(rows):
-        cells = []
-        for kind in ("target", "draft"):
-            mine = np.array([row[1:] for row in rows[tokens] if row[0] == kind])
-            if len(mine):
-                us, told, part = np.median(mine, axis=0)
-                cells += [f"{us:.0f} ({told:.0f})", f"{100 * part:.0f} %"]
-            else:
-                cells += ["", ""]
-        lines.append(f"| {tokens} | " + " | ".join(cells) + " |")
-    return lines
+
+
+def _difference(found: Sequence[tuple[float, float, float]] | None) -> str:
+    """Two cells: microseconds per all-reduce, measured and assumed, and the share of a step; empty where nothing was timed."""
+    if not found:
+        return " |"
+    us, told, part = np.array(found).T
+    return f"{np.median(us):.0f}, {us.min():.0f} to {us.max():.0f} ({told[0]:.0f}) | {100 * np.median(part):.0f} %"
 
 
 def vllm_section(made: Mapping[str, Any], cost: TableCost, pair: str) -> list[str]:
@@ -70,26 +71,29 @@ def vllm_section(made: Mapping[str, Any], cost: TableCost, pair: str) -> list[st
         f"`specq validate STUDY --synthetic --pair {pair} --tensor-parallel {engine['tensor_parallel_size']}`:"
         f" {engine['tensor_parallel_size']} x {engine['device']}, vLLM {engine['vllm']}, torch {engine['versions']['torch']},"
         f" {', '.join(engine['dates'])}, {engine['timing_mode']}; dummy weights, {batch} requests in flight, {context:,} tokens"
-        f" of context on average, passes timed: {work['passes']}; median of a steady cycle. Emitted per cycle is as asked, from"
-        " the study of the embedded pair. Beside it the same from specq's own step times above (draft's cache BF16; in vLLM"
-        f" {engine['vllm']} the draft's is the target's).",
+        f" of context on average, {work['output_tokens']} tokens out, passes timed: {work['passes']}. The cycle is the median"
+        " of steady steps, in which every request decodes, and the speedup beside it theirs, with emitted per cycle as asked,"
+        " from the study of the embedded pair; throughput and time per token (as speedups) count prefill, which is most of this"
+        " run. Own steps are those above, interpolated between their contexts, with the draft's cache in BF16; in vLLM"
+        f" {engine['vllm']} the draft's cache has the target's format.",
         "",
-        "| KV cache | K | backend | ms per cycle, vLLM | own steps | own over vLLM, less 1 | emitted | speedup, vLLM |"
-        " own steps |",
-        "|" + 9 * " --- |",
+        "| KV cache | K | backend | ms per cycle, vLLM (steps) | own steps | own over vLLM, less 1 | emitted | speedup, vLLM |"
+        " own steps | throughput, vLLM | time per token, vLLM |",
+        "|" + 11 * " --- |",
     ]
-    cells = [c for c in made["cells"] if c["status"] == "ok"]
+    cells = [c for c in made["cells"] if c["status"] == "ok" and c["speed"]["cycle_seconds_repeats"]]
     times = {(c["target_kv_dtype"], c["num_speculative_tokens"]): seconds(c) for c in cells}
     for c in cells:
         fmt, k = c["target_kv_dtype"], c["num_speculative_tokens"]
         own = cycle_times(cost, Operating(batch, context, fmt, "bf16"), k)
-        tokens = emitted(c)
-        gain = c["speedup_measured"]["steady"]
+        tokens, gain = emitted(c), c.get("speedup_measured") or {}
+        vllm = [f"{gain[x]:.2f}" if gain.get(x) else "" for x in ("steady", "throughput", "latency")]
         lines.append(
-            f"| {fmt} | {k} | {', '.join(c['attention_backends_logged'])} | {1e3 * times[fmt, k]:.1f} | {1e3 * own[k]:.1f} |"
-            f" {100 * (own[k] / times[fmt, k] - 1):+.0f} % | {tokens:.3f} | {gain:.2f} | {tokens * own[0] / own[k]:.2f} |"
+            f"| {fmt} | {k} | {', '.join(c['attention_backends_logged'])} | {1e3 * times[fmt, k]:.1f}"
+            f" ({c['speed']['steady_steps']}) | {1e3 * own[k]:.1f} | {100 * (own[k] / times[fmt, k] - 1):+.0f} % |"
+            f" {tokens:.3f} | {vllm[0]} | {tokens * own[0] / own[k]:.2f} | {vllm[1]} | {vllm[2]} |"
         )
-    lines += ["", *map(str, ratios(times)), *left_out(made)]
+    lines += ["", *ratios(times), *left_out(made)]
     return lines
 
 
@@ -113,8 +117,12 @@ def ratios(times: Mapping[tuple[str, int], float]) -> list[str]:
 
 
 def left_out(made: Mapping[str, Any]) -> Sequence[str]:
-    """The cells that did not run."""
-    missing = [f"{c['name']} ({c['status']})" for c in made["cells"] if c["status"] != "ok"]
+    """The cells that did not run, or too shortly."""
+    missing = [
+        f"{c['name']} ({c['status'] if c['status'] != 'ok' else 'too few steady steps'})"
+        for c in made["cells"]
+        if c["status"] != "ok" or not c["speed"]["cycle_seconds_repeats"]
+    ]
     return [f"- Not measured: {', '.join(missing)}."] if missing else []
 
 

@@ -85,7 +85,8 @@ def more(folder: Path, steps: Steps, pair: str) -> list[str]:
     """The sections of share.json, vllm.json and random.json, where these are there."""
     lines = []
     if (folder / "share.json").exists():
-        lines += [*communication_section(steps, read_file(str(folder / "share.json"))), ""]
+        share, machine = read_file(str(folder / "share.json")), files.read_json(folder / "share-machine.json")
+        lines += [*communication_section(steps, share, machine), ""]
     if (folder / "vllm.json").exists():
         lines += [*vllm_section(files.read_json(folder / "vllm.json"), steps.cost, pair), ""]
     if (folder / "random.json").exists():

@@ -71,7 +71,7 @@ def page(folder: Path, made: dict, probed: dict | None) -> None:
     made["workload"] = made["workload"] | {k: Path(made["workload"][k]).name for k in ("target", "draft")}
     (folder / "validation.json").write_text(json.dumps(made, indent=1) + "\n")
     if probed:
-        (folder / "probe.json").write_text(json.dumps(probed["cells"], indent=1) + "\n")
+        (folder / "probe.json").write_text(json.dumps({k: probed[k] for k in ("engine", "cells")}, indent=1) + "\n")
     curves(made, folder / "curves.png")
     (folder / "README.md").write_text(text(made, probed))
 
@@ -89,12 +89,13 @@ def curves(made: dict, path: Path) -> None:
         mine, colour = [c for c in cells if c["target_kv_dtype"] == fmt], f"C{number}"
         if agreed := [c for c in mine if c.get("agreement")]:
             _emitted(left, agreed, fmt, colour, shift=0.08 * (number - 1))
-        if fast := [c for c in mine if c.get("speedup_measured")]:
+        if fast := [c for c in mine if steady(c)]:
             _speeds(right, fast, fmt, colour)
     left.set(xlabel="num_speculative_tokens", ylabel="emitted per cycle (accepted + 1)")
-    right.set(xlabel="num_speculative_tokens", ylabel="speedup over plain decoding, same format")
+    right.set(xlabel="num_speculative_tokens", ylabel="speedup of steady steps, same format")
     for axis in (left, right):
-        axis.legend(fontsize=7)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=7)
         axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
@@ -113,9 +114,9 @@ def _emitted(axis: "Axes", cells: list[dict], fmt: str, colour: str, shift: floa
 
 
 def _speeds(axis: "Axes", cells: list[dict], fmt: str, colour: str) -> None:
-    """Measured speedup and, where there is one, the predicted."""
+    """Measured speedup of steady steps and, where there is one, the predicted."""
     ks = [c["num_speculative_tokens"] for c in cells]
-    axis.plot(ks, [c["speedup_measured"]["throughput"] for c in cells], "o-", color=colour, label=f"{fmt}, vLLM")
+    axis.plot(ks, [steady(c) for c in cells], "o-", color=colour, label=f"{fmt}, vLLM")
     if said := [(k, value(c)) for k, c in zip(ks, cells, strict=True) if value(c)]:
         axis.plot(*zip(*said, strict=True), "--", color=colour, label=f"{fmt}, predicted")
 
@@ -123,6 +124,11 @@ def _speeds(axis: "Axes", cells: list[dict], fmt: str, colour: str) -> None:
 def grid(made: dict) -> list[dict]:
     """The cells of the grid that worked: the study's drafting, no backend asked for beyond the format's own."""
     return [c for c in made["cells"] if c["status"] == "ok" and c["name"].split("-")[2:] in ([], ["probabilistic"])]
+
+
+def steady(cell: dict) -> float | None:
+    """The measured speedup of steady steps of a cell, where there is one."""
+    return (cell.get("speedup_measured") or {}).get("steady")
 
 
 def value(cell: dict) -> float | None:
@@ -139,7 +145,8 @@ def text(made: dict, probed: dict | None) -> str:
         f"{engine['device']}, vLLM {engine['vllm']}, torch {(engine['versions'] or {}).get('torch')},"
         f" {', '.join(engine['dates']) or 'undated'}, {engine['timing_mode']}; {work['prompts']} prompts of"
         f" {work['documents']} documents, {work['output_tokens']} tokens each, {work['passes']} passes,"
-        f" {work['requests_in_flight']} requests in flight. Made by `python -m studies.vllm_check --out DIR --page DIR`"
+        f" {work['requests_in_flight']} requests in flight. Made by `python -m studies.vllm_check"
+        f" --batch {work['requests_in_flight']} --out DIR --page DIR`"
         + ("" if made["complete"] else ", **not complete**: what is pending has not run")
         + ".",
         "",
@@ -163,25 +170,30 @@ def text(made: dict, probed: dict | None) -> str:
         else:
             row += ["1", "", "", "", ""]
         row.append(f"{c['speed']['tokens_per_second']:,.0f}")
-        row += [f"{x:.3f}" if x else "" for x in (*(gain.get(g) for g in ("throughput", "steady")), value(c))]
+        row += [f"{x:.3f}" if x else "" for x in ((gain or {}).get("throughput"), steady(c), value(c))]
         out.append("| " + " | ".join(row) + " |")
     out.append("")
     out.append(
         "Intervals are 95 %, clustered by document and paired on the same tokens; S_k: the smallest and the largest difference"
-        " over k = 1..K. The draft's cache has the format named in validation.json. Speedup is that of tokens per second over"
+        " over k = 1..K. The draft's cache has the format named in validation.json; the replay rounds queries to FP8 where vLLM"
+        " does, for per-tensor FP8. Speedup is that of tokens per second over"
         " plain decoding, prefill and ragged ends included; steady is emitted per cycle times a plain step's time over a"
         " cycle's, of steps in which all requests decode: what a cost model predicts." + predicted_by(made)
     )
     out += ["", "![emitted and speedup against K](curves.png)", ""]
     for name, f in made["formats"].items():
         need = f.get("serving_tokens_for_the_replays_error") or {}
-        tokens = "".join(f"; K = {k}: counters of two servers need {n:,} tokens" for k, n in need.items() if n)
-        out.append(f"- {name}: {regret_sentence(f)}{tokens}")
+        tokens = ", ".join(f"{x['tokens']:.1e} at K = {k} (error {x['replays_error']:.5f})" for k, x in need.items())
+        counters = (
+            f"; counters of two servers need so many tokens to be as sure as the replay: {tokens}" if need else ""
+        )
+        out.append(f"- {name}: {regret_sentence(f)}{counters}")
     for c in (probed or {}).get("cells", []):
         alpha = (c.get("agreement") or {}).get("probe_alpha")
         if alpha and alpha["positions"]:
             out.append(
-                f"- probe, {c['name']}: alpha minus the replay's over {alpha['positions']:,} positions:"
+                f"- probe, {c['name']} ({probed['engine']['timing_mode']}, passes: {probed['workload']['passes']}): alpha"
+                f" minus the replay's over {alpha['positions']:,} positions:"
                 f" {alpha['mean_difference']:+.5f} on average, {alpha['rms_difference']:.5f} root mean square"
             )
     out += [f"- {w}" for w in made["warnings"]]

@@ -191,12 +191,13 @@ def test_communication_is_the_whole_step_less_the_share(tmp_path):
     _, roofline = synthetic(tmp_path / "x", None, truth)
     synthetic(tmp_path / "share", 2, truth)
     (tmp_path / "x" / "share.json").write_text((tmp_path / "share" / "timings.json").read_text())
+    (tmp_path / "x" / "share-machine.json").write_text((tmp_path / "share" / "machine.json").read_text())
     step_times_page.page("llama70b-1b", tmp_path / "x")
     text = (tmp_path / "x" / "README.md").read_text()
     for tokens, batch, new in ((1, 1, 1), (64, 64, 1), (576, 64, 9)):
         terms = roofline.terms("target", batch, 2048, new, "bf16")
         each = 1e6 * terms.communication(truth) / 160
-        assert f"| {tokens} | {each:.0f} (" in text
+        assert f"| {tokens} | {each:.0f}, {each:.0f} to {each:.0f} (" in text
     (tmp_path / "x" / "share.json").write_text((tmp_path / "x" / "timings.json").read_text())
     with pytest.raises(SpecqError, match="one GPU's share of the 2 GPUs"):
         step_times_page.page("llama70b-1b", tmp_path / "x")
@@ -214,19 +215,26 @@ def test_the_engines_cycles_stand_beside_ones_own(tmp_path):
         cells.append({
             "name": f"{fmt}-k{k}", "status": "ok", "target_kv_dtype": fmt, "num_speculative_tokens": k,
             "attention_backends_logged": ["FLASH_ATTN"], "asked_marginal_survival": [0.6, 0.4, 0.2, 0.1][:k],
-            "speed": {"cycle_seconds_repeats": [took]}, "speedup_measured": {"steady": 1.25},
+            "speed": {"cycle_seconds_repeats": [took], "steady_steps": 62},
+            "speedup_measured": {"steady": 1.25, "throughput": 1.0, "latency": 1.1},
         })  # fmt: skip
+    cells[0].pop("speedup_measured")  # as where plain decoding did not finish
     cells.append({"name": "int8-k0", "status": "pending"})
+    cells.append({"name": "int8-k2", "status": "ok", "speed": {"cycle_seconds_repeats": None}})
     engine = {"vllm": "0.24.0", "versions": {"torch": "2"}, "device": "H200", "dates": ["today"], "timing_mode": "graphs",
               "tensor_parallel_size": 2}  # fmt: skip
-    made = {"engine": engine, "workload": {"requests_in_flight": 32, "context": 2048, "passes": 1}, "cells": cells}
+    made = {
+        "engine": engine,
+        "workload": {"requests_in_flight": 32, "context": 2048, "passes": 1, "output_tokens": 9},
+        "cells": cells,
+    }
     (tmp_path / "x" / "vllm.json").write_text(json.dumps(made))
     step_times_page.page("llama70b-1b", tmp_path / "x")
     text = (tmp_path / "x" / "README.md").read_text()
-    assert f"| fp8_e4m3 | 4 | FLASH_ATTN | {2e3 * own:.1f} | {1e3 * own:.1f} | -50 % | 2.300 | 1.25 |" in text
+    assert f"| fp8_e4m3 | 4 | FLASH_ATTN | {2e3 * own:.1f} (62) | {1e3 * own:.1f} | -50 % | 2.300 | 1.25 |" in text
     ratio = 2 * own / (times["target", "bf16", 5] + 4 * times["draft", "bf16", 1] + 1e-3)
     assert f"fp8_e4m3 at K = 4: a cycle takes {ratio:.2f} times BF16's" in text
-    assert "Not measured: int8-k0 (pending)" in text
+    assert "Not measured: int8-k0 (pending), int8-k2 (too few steady steps)" in text
 
 
 def test_the_kept_page_is_written_from_the_kept_files(tmp_path):

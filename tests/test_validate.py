@@ -146,8 +146,24 @@ def test_file_answers_the_questions(study, swept):
     recommended = strict_json(study / "fp8" / "recommendation.json")["recommended_num_speculative_tokens"]
     assert fmt["recommended_k"] == recommended
     assert fmt["regret"] is None or recommended in (0, 2)
-    assert fmt["serving_tokens_for_the_replays_error"]["2"] > 0
+    needed = fmt["serving_tokens_for_the_replays_error"]["2"]
+    shift = strict_json(study / "study.json")["shifts"]["fp8_e4m3+fp8_e4m3"]["2"]
+    assert needed["tokens"] > 0 and needed["replays_error"] == shift["se"]
     assert any("cannot set the draft's KV format" in w for w in made["warnings"])
+
+
+def test_tokens_that_counters_would_need():
+    """The closed form, to two digits; and passes that repeat the documents give no traffic of their own: errors of one pass."""
+    assert agreement.serving_tokens_needed((1000, 0.1), (3000, 0.2), 0.01) == 2_000_000
+    assert agreement.serving_tokens_needed((1000, 0.1), (1000, 0.1), 0.0) is None
+    rng = np.random.default_rng(0)
+    ends = rng.integers(20, 60, 50).astype(float)
+    once = agreement.Observed(np.full(50, 100.0), ends, np.zeros((50, 2)))
+    documents = [f"{i}" for i in range(50)]
+    positions, error = agreement.counters_error(documents, once, 0)
+    ratio = 100 / ends.mean()
+    linearised = np.std(100 - ratio * ends, ddof=1) / ends.mean() / np.sqrt(50)
+    assert positions == 5000 and error == pytest.approx(linearised, rel=0.15)
 
 
 @pytest.mark.parametrize(("cycle", "expected"), [(1.01, 2), (30.0, 0)])
@@ -173,6 +189,9 @@ def test_page_of_the_check_tells_every_cell(swept, tmp_path):
     assert "ValueError: Selected backend" in written and "regret" in written
     assert (tmp_path / "page" / "curves.png").stat().st_size > 10_000
     assert str(swept[3].parent.parent) not in (tmp_path / "page" / "validation.json").read_text()
+    cells = [{k: x for k, x in c.items() if k != "speedup_measured"} for c in swept[0]["cells"]]
+    check.page(tmp_path / "bare", swept[0] | {"cells": cells}, None)  # where plain decoding did not finish
+    assert (tmp_path / "bare" / "curves.png").exists()
 
 
 def test_a_kept_result_answers_its_own_request_only(swept):

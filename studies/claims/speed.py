@@ -264,10 +264,10 @@ def engine_losses(made: Mapping[str, Any]) -> str:
     """A sentence on the formats that lost in an engine at a K that gained with BF16; empty where none did."""
     speeds = {
         (c["target_kv_dtype"], c["num_speculative_tokens"]): c["speedup_measured"]["steady"]
-        for c in made["cells"] if c["status"] == "ok"
+        for c in made["cells"] if c["status"] == "ok" and (c.get("speedup_measured") or {}).get("steady")
     }  # fmt: skip
     lost = [
-        f"at K = {k}, where BF16 makes decoding {speeds['bf16', k]:.2f} times as fast, {fmt} makes it {gain:.2f} times"
+        f"at K = {k}, where BF16 makes steady decoding {speeds['bf16', k]:.2f} times as fast, {fmt} makes it {gain:.2f} times"
         for (fmt, k), gain in speeds.items()
         if gain < 1 < speeds.get(("bf16", k), 0)
     ]
@@ -276,18 +276,22 @@ def engine_losses(made: Mapping[str, Any]) -> str:
 
 
 def engine_table(made: Mapping[str, Any]) -> Table:
-    """Cycles and speedups of every cell that ran, acceptance synthetic and so equal in every format."""
+    """Cycles of steady steps and speedups of every cell that ran; acceptance synthetic, in every format its study's."""
     e, work = made["engine"], made["workload"]
     rows = [
         [c["target_kv_dtype"], c["num_speculative_tokens"], sum(c.get("asked_marginal_survival") or ()),
-         1e3 * float(np.median(c["speed"]["cycle_seconds_repeats"])), c["speedup_measured"]["steady"]]
-        for c in made["cells"] if c["status"] == "ok"
+         1e3 * float(np.median(c["speed"]["cycle_seconds_repeats"])), c["speedup_measured"]["steady"],
+         c["speedup_measured"]["throughput"], c["speedup_measured"]["latency"]]
+        for c in made["cells"] if c["status"] == "ok" and (c.get("speedup_measured") or {}).get("steady")
     ]  # fmt: skip
     return Table(
         f"vLLM {e['vllm']} itself on {e['tensor_parallel_size']} x {e['device']}, the 70B shape with dummy weights, synthetic"
         f" acceptance, {work['requests_in_flight']} requests in flight, {work['context']:,} tokens of context"
         " ([step times](../llama70b-1b/README.md)):",
-        ["KV cache", "K", "mu", "ms per cycle", "speedup"], ["", "", ".2f", ".1f", ".2f"], rows,
-        "One run a cell, and the draft's cache has the target's format there. Attention alone is not slower with FP8 (see (d)):"
-        " what makes FP8's cycles long lies elsewhere in that engine's steps, and was not found.",
+        ["KV cache", "K", "mu", "ms per cycle", "speedup", "of throughput", "of time per token"],
+        ["", "", ".2f", ".1f", ".2f", ".2f", ".2f"], rows,
+        "Cycle and speedup: of steps in which every request decodes; throughput and time per token count prefill, which is most"
+        " of these runs. One run a cell, and the draft's cache has the target's format there. Attention alone takes hardly"
+        " longer with FP8 (the last table of (d)): what makes FP8's cycles long lies elsewhere in that engine's steps, and was"
+        " not found.",
     )  # fmt: skip

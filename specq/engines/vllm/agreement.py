@@ -103,12 +103,22 @@ def compare(documents: Sequence[str], observed: Observed, predicted: Predicted, 
     }
 
 
-def serving_tokens_needed(one: dict, other: dict, se: float | None) -> int | None:
-    """Emitted tokens that two counter-read servers would need together for a shift with standard error `se`.
+def counters_error(documents: Sequence[str], observed: Observed, seed: int) -> tuple[int, float]:
+    """(positions, standard error of emitted) of counters that saw these requests, scattered as their documents do."""
+    groups = stats.Documents.of(list(documents))
+    n, ends = groups.sum(observed.positions), groups.sum(observed.ends)
+    block = _ratio(stats.Resampler(groups.count, DRAWS, seed), [(1.0, n, ends)])
+    return int(n.sum()), block["se"]
 
-    `one`, `other`: blocks of `compare` of two formats at one K; their errors fall as the root of their tokens.
+
+def serving_tokens_needed(one: tuple[int, float], other: tuple[int, float], se: float) -> int | None:
+    """Emitted tokens, to two digits, that two counter-read servers would need together for a shift with standard error `se`.
+
+    `one`, `other`: `counters_error` of two formats at one K over texts of different documents, as traffic's are: errors fall as
+    the root of tokens then. The servers are taken to see independent traffic.
     """
-    errors = [block["emitted"]["measured"]["se"] for block in (one, other)]
+    errors = np.array([one[1], other[1]], dtype=float)
     if not se or not np.isfinite(errors).all():
         return None
-    return int(np.ceil((one["positions"] + other["positions"]) * (errors[0] ** 2 + errors[1] ** 2) / se**2))
+    needed = (one[0] + other[0]) * float((errors**2).sum()) / se**2
+    return int(float(f"{needed:.1e}"))

@@ -112,6 +112,7 @@ def _cell_block(v: "Validation", cell: Cell) -> dict:
         "vllm_kv_cache_dtype": cell.fmt.vllm,
         "num_speculative_tokens": cell.k,
         "draft_sampling": cell.drafting if cell.k else None,
+        "query_rounded_to_fp8": cell.fmt.rounds_query,
         "attention_backend_asked": request.engine.get("attention_backend"),
         "attention_backends_logged": list(outcome.backends),
         "status": outcome.status,
@@ -139,10 +140,11 @@ def _study_mu(v: "Validation", cell: Cell) -> dict | None:
 
 
 def _add_speedups(v: "Validation", blocks: dict[str, dict]) -> None:
-    """Speed over plain decoding at the same format and backend, measured; and as the study's cost model predicts it."""
-    plain = {c.fmt.name: blocks[c.name] for c in v.cells if not c.k and c.backend is None}
+    """Speed over plain decoding at the same format and backend, measured; and as the study's cost model predicts it. None
+    where no such cell ran."""
+    plain = {(c.fmt.name, c.backend): blocks[c.name] for c in v.cells if not c.k}
     for cell in v.cells:
-        block, base = blocks[cell.name], plain.get(cell.fmt.name)
+        block, base = blocks[cell.name], plain.get((cell.fmt.name, cell.backend))
         if block["status"] != "ok" or base is None or base["status"] != "ok":
             continue
         own, other = block["speed"], base["speed"]
@@ -200,9 +202,8 @@ def _format_blocks(v: "Validation", blocks: dict[str, dict], timings: dict | Non
             retuned = speed.regret(throughput, k)
             out[fmt.name]["retuned"] = {"recommended_k": k, "regret": retuned["regret"]}
         if fmt.name != "bf16" and not v.work.synthetic:
-            out[fmt.name]["serving_tokens_for_the_replays_error"] = {
-                str(c.k): _serving_tokens(v, c) for c in mine if c.k and _serving_tokens(v, c) is not None
-            }
+            needed = {str(c.k): _serving_tokens(v, c) for c in mine if c.k}
+            out[fmt.name]["serving_tokens_for_the_replays_error"] = {k: x for k, x in needed.items() if x}
     return out
 
 
@@ -227,12 +228,26 @@ def recommended_k(found: Finished, fmt: str) -> int:
     return int(rec["recommended_num_speculative_tokens"])
 
 
-def _serving_tokens(v: "Validation", cell: Cell) -> int | None:
+def _serving_tokens(v: "Validation", cell: Cell) -> dict | None:
+    """What two servers' counters, one in BF16, would take to be as sure of the shift at a cell's K as the study's replay."""
     base = next((c for c in v.cells if c.fmt.name == "bf16" and c.k == cell.k and _is_main(v, c)), None)
     arm = f"{cell.fmt.name}+{cell.draft_fmt(v.work.version).name}"
-    one, other = v.agreements.get(cell.name), v.agreements.get(base.name) if base else None
     shift = v.found.study["shifts"].get(arm, {}).get(str(cell.k))
-    return agreement.serving_tokens_needed(one, other, shift["se"]) if one and other and shift else None
+    both = [_one_pass_error(v, c) for c in (base, cell) if c]
+    if not shift or not shift["se"] or len(both) < 2 or None in both:
+        return None
+    tokens = agreement.serving_tokens_needed(*both, shift["se"])
+    return {"tokens": tokens, "replays_error": shift["se"]} if tokens else None
+
+
+def _one_pass_error(v: "Validation", cell: Cell) -> tuple[int, float] | None:
+    """`counters_error` of the first pass alone: further passes repeat its documents, which traffic does not."""
+    result = v.outcomes[cell.name].result if cell.name in v.outcomes else None
+    logs = [r for r in result.passes[0].requests if len(r.tokens) > 2] if result else []
+    if not logs:
+        return None
+    documents = [v.requests[cell.name].documents[r.prompt] for r in logs]
+    return agreement.counters_error(documents, agreement.observe(logs, cell.k), v.found.config.seed)
 
 
 def _warnings(v: "Validation") -> list[str]:

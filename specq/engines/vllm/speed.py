@@ -42,6 +42,7 @@ def speed(result: CellResult, batch: int) -> dict:
         "ms_per_output_token": 1000 * sum(waits) / sum(further) if sum(further) else None,
         "ms_per_output_token_p50_p99": np.quantile(latencies, [0.5, 0.99]).tolist() if latencies else None,
         "cycle_seconds_repeats": cycle_seconds(result, batch),
+        "steady_steps": sum(len(steady_steps(p, batch)) for p in result.passes),
         "output_tokens": sum(tokens),
     }
 
