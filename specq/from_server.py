@@ -7,11 +7,12 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specq.config import StudyConfig
+from specq.errors import SpecqError
 from specq.report.schema import VllmBlock
 from specq.serve_command import (
     ATTENTION,
@@ -27,7 +28,11 @@ from specq.serve_command import (
     shell,
 )
 
-SECRET = re.compile(r"(^|=)(\w*(?:TOKEN|KEY|SECRET|PASSWORD)\w*)=(?!\$).+$", re.DOTALL)
+# NAME=value, also behind `--env=`, docker's -eNAME=value, and within a quoted script: what follows in that word goes with it
+SECRET = re.compile(r"(^-e|^|[=\s;&])(\w*(?:TOKEN|KEY|SECRET|PASSWORD)\w*)=(?!\$).+$", re.DOTALL)
+SECRET_OPTION = re.compile(
+    r"--(?:[\w-]+[-_])?(token|key|secret|password)", re.IGNORECASE
+)  # of other programs in the line
 SECRETS = {"--api-key": "$VLLM_API_KEY", "--hf-token": "$HF_TOKEN"}
 LONGEST_FILE = 1 << 20
 # What a recommendation decides anew; other keys of the user's speculative_config stay.
@@ -92,7 +97,38 @@ def without_secrets(command: ServeCommand) -> list[str]:
     for option in command.options:
         if (instead := SECRETS.get(option.name)) and option.value:
             words[option.start : option.end] = [f"{option.name}={instead}", *[None] * (option.end - option.start - 1)]
+    launcher = command.first - 1 - (command.words[command.first - 1] == "serve")
+    beside = {i for i in range(len(words)) if not launcher <= i < command.last}
+    for i in beside:  # `hf auth login --token ... && vllm serve ...`
+        name, equals, value = command.words[i].partition("=")
+        if not (found := SECRET_OPTION.fullmatch(name)):
+            continue
+        if equals and value:
+            words[i] = f"{name}=${found[1].upper()}"
+        elif not equals and i + 1 in beside and not re.match(r"[-&|;<>]", command.words[i + 1]):
+            words[i + 1] = f"${found[1].upper()}"
     return [word for word in words if word is not None]
+
+
+def words_without_secrets(words: Sequence[str]) -> list[str]:
+    """specq's own command line with what is kept of a --vllm-command in its place; the path of a file stays as it is."""
+    out = list(words)
+    for i, word in enumerate(out):
+        name, equals, value = word.partition("=")
+        if name != "--vllm-command":
+            continue
+        if equals:
+            out[i] = f"{name}={_kept(value)}"
+        elif i + 1 < len(out):
+            out[i + 1] = _kept(out[i + 1])
+    return out
+
+
+def _kept(given: str) -> str:
+    try:
+        return given if text_of(given) != given else shell(without_secrets(read(given)))
+    except SpecqError:  # no command, such as a file that is gone by now, or one that a later --vllm-command overrides
+        return "..."
 
 
 def changed(text: str, block: VllmBlock) -> tuple[str, str]:

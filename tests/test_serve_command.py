@@ -7,6 +7,7 @@ import pytest
 from conftest import save_model
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from interruptions import interrupted_after, raising
 from test_retune import write_prompts
 from test_study import strict_json
 from typer.testing import CliRunner
@@ -14,8 +15,8 @@ from typer.testing import CliRunner
 from specq import cli
 from specq.command import resolve
 from specq.config import StudyConfig
-from specq.errors import SpecqError
-from specq.from_server import changed, notes, study_options, text_of
+from specq.errors import Interrupted, SpecqError
+from specq.from_server import changed, notes, study_options, text_of, words_without_secrets
 from specq.report.schema import VllmBlock
 from specq.serve_command import read
 
@@ -193,6 +194,75 @@ def test_secrets_are_not_kept():
     assert "secret" not in study_options(docker, options, [])[0]["vllm_command"]
 
 
+@pytest.mark.parametrize(
+    "around",
+    ["export HF_TOKEN=hf_secret; {}", "docker run -eHF_TOKEN=hf_secret -e KEY=hf_secret --env=A_KEY=hf_secret vllm/vllm-openai"
+     " --model org/target -sc.model org/draft -sc.num_speculative_tokens 3", "hf auth login --token hf_secret && {}",
+     "{} && x login --api-key=hf_secret --password hf_secret -v", "sh -c 'export X_SECRET=hf_secret; run' ; {}"],
+)  # fmt: skip
+def test_secrets_around_the_server_are_not_kept(around):
+    """Variables, docker's -e in every spelling, other programs' options; the command reads as before."""
+    text = around.format(f"{PLAIN} -sc '{SPEC}'")
+    kept = study_options(text, dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"}, [])[0]["vllm_command"]
+    assert "hf_secret" in text and "hf_secret" not in kept and read(kept).taken == read(text).taken
+    assert [w for w in read(kept).words if w == "&&"] == [w for w in read(text).words if w == "&&"]
+
+
+def test_specqs_own_command_line_holds_what_is_kept(tmp_path):
+    """Both spellings, every occurrence, a command that is none; the path of a file and other options stay."""
+    text = f"HF_TOKEN=hf_secret {PLAIN} --api-key hf_secret -sc '{SPEC}'"
+    kept = study_options(text, dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"}, [])[0]["vllm_command"]
+    made = ["--vllm-command", kept, "--seed", "1", f"--vllm-command={kept}", "--out", "o"]
+    assert (
+        words_without_secrets(["--vllm-command", text, "--seed", "1", f"--vllm-command={text}", "--out", "o"]) == made
+    )
+    path = tmp_path / "serve.sh"
+    path.write_text(text)
+    for own in (
+        ["--vllm-command", str(path)],
+        [f"--vllm-command={path}"],
+        ["--vllm-command"],
+        ["study", "--seed", "1"],
+    ):
+        assert words_without_secrets(own) == own
+    assert words_without_secrets(["--vllm-command", "HF_TOKEN=hf_secret no server"]) == ["--vllm-command", "..."]
+
+
+def test_no_file_of_a_study_holds_a_secret(tmp_path, monkeypatch):
+    """Keys and tokens of the command are in no file of the output, of an interrupted study or a whole one."""
+    target, draft = save_model(tmp_path / "t", seed=1), save_model(tmp_path / "d", seed=1, num_hidden_layers=1)
+    prompts = write_prompts(tmp_path / "p.jsonl", 6)
+    command = (
+        "export HF_TOKEN=hf_secretsecret; VLLM_API_KEY=sk-zzz docker run -e HUGGING_FACE_HUB_TOKEN=hf_qqq"
+        f" vllm/vllm-openai:v0.24.0 --model {target} --api-key k1secret k2secret -sc.model {draft} -sc.num_speculative_tokens 2"
+    )
+    words = ["study", "--vllm-command", command, "--prompts", prompts, "--num-prompts", "6", "--output-tokens", "12",
+             "--prompt-tokens", "24", "--k-max", "4", "--out", str(tmp_path / "out"), "--quiet"]  # fmt: skip
+
+    def run(*more):
+        monkeypatch.setattr("sys.argv", ["specq", *map(str, words), *more])
+        return CliRunner().invoke(cli.app, [*map(str, words), *more])
+
+    def held(folder, *what):
+        files = [p for p in folder.rglob("*") if p.is_file()]
+        return [(p.name, w) for p in files for w in what if w.encode() in p.read_bytes()]
+
+    secrets = ("hf_secret", "sk-zzz", "hf_qqq", "k1secret", "k2secret")
+    with monkeypatch.context() as patched:
+        interrupted_after(patched, 1, raising(KeyboardInterrupt()))
+        done = run()
+    assert isinstance(done.exception, Interrupted), done.output
+    partial = tmp_path / "out.partial"
+    assert ("run.json", "$HF_TOKEN") in held(partial, "$HF_TOKEN") and not held(partial, *secrets)
+    done = run("--resume")
+    assert done.exit_code == 0, done.output
+    assert {"study.json", "report.html"} <= {name for name, _ in held(tmp_path / "out", "--vllm-command")}
+    assert not held(tmp_path / "out", *secrets) and not any(s in done.output for s in secrets)
+    told = shlex.split(strict_json(tmp_path / "out" / "study.json")["environment"]["command"])
+    rec = strict_json(next((tmp_path / "out").glob("fp8*")) / "recommendation.json")
+    assert told[told.index("--vllm-command") + 1] == rec["vllm"]["current_command"]
+
+
 def test_lines_of_a_script_stay_commands_of_their_own():
     """A newline ends a command, but not within quotes or behind a backslash; a line of options belongs to the one before."""
     script = f"""#!/bin/bash
@@ -271,7 +341,7 @@ PIECES = st.sampled_from(
      "-tp", "2", "-sc", "--speculative-config", "--speculative-config.model", "-sc.a.b+", "--kv-cache-dtype", "fp8",
      "--spec-tokens", "--override-generation-config", "'{\"top_k\": 1e999}'", f"'{SPEC}'", "'{}'", "null", "'",
      '"', "\\\n", "#", "&&", ">", "=", "--api-key", "$X", "~/m", "{}", "--=", "-",
-     "--", "--.", "-.=", "--attention-config", "'{\"backend\": 1}'"]
+     "--token", "HF_TOKEN=x", "-eA_KEY=x y", "--", "--.", "-.=", "--attention-config", "'{\"backend\": 1}'"]
 )  # fmt: skip
 
 
