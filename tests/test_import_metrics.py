@@ -17,7 +17,7 @@ from specq.engines.metrics.command import read
 from specq.engines.metrics.difference import Reading, difference
 from specq.engines.metrics.readings import other_reading
 from specq.engines.metrics.scrape import scrape, seconds
-from specq.engines.metrics.summary import choose_k, independent_se, k_measured, shift, summarise
+from specq.engines.metrics.summary import choose_k, independent_se, k_measured, shift, summarise, wilson
 from specq.engines.metrics.text import Engine, parse
 from specq.errors import SpecqError
 from specq.progress import Reporter
@@ -186,6 +186,65 @@ def test_too_few_stretches_give_no_interval():
     found = summarise(Reading("x", _stretches(np.random.default_rng(1), 2, 0.0)))
     assert found["mu_accepted"]["ci95"] == [None, None]
     assert any("too narrow" in n for n in found["notes"])
+
+
+@pytest.mark.parametrize("accepted", [0, 7, 15, 30])
+def test_stretches_that_agree_leave_the_sampling_error(accepted):
+    """Without positions: at least as wide as the widest that 40 cycles of K = 3 allow, all accepted or none in each.
+
+    At the ends 0 and K a share's 95 % interval reaches 0.0881 inwards with 40 trials (Clopper-Pearson), and Wilson's nearly.
+    """
+    pages = [(str(n), parse(page(10 * n, 30 * n, accepted * n), "x")) for n in range(5)]
+    found = summarise(difference(pages)["m"])
+    mu = accepted / 10
+    lo, hi = found["mu_accepted"]["ci95"]
+    worst = np.sqrt(mu * (3 - mu) / 40)
+    assert found["mu_accepted"]["se"] >= worst and found["mu_accepted"]["se"] > 0
+    assert lo <= max(0, mu - 1.9599 * worst) and hi >= min(3, mu + 1.9599 * worst) and 0 <= lo <= mu <= hi <= 3
+    if mu in (0, 3):
+        assert abs(lo - hi) == pytest.approx(3 * 0.0881, rel=0.02)
+    assert any("all its drafts or none" in n for n in found["notes"])
+    assert not shift(found, found)["significant"]
+
+
+def test_no_interval_has_a_width_of_zero():
+    """With positions too: every draft of every cycle was accepted, or none was, which is no certainty."""
+    for per, s in (((40, 40), 1.0), ((40, 0), 0.5), ((0, 0), 0.0)):
+        found = summarise(Reading("x", [CycleCounts(40, 80, sum(per), per)] * 4))
+        for block in (found["mu_accepted"], found["mean_emitted"], *found["marginal_survival"]):
+            assert block["se"] > 0 and block["ci95"][0] < block["ci95"][1]
+        assert found["mu_accepted"]["value"] == 2 * s
+
+
+def test_wilsons_interval():
+    """Newcombe (1998), Table I, method 3: 81/263 gives 0.2553 to 0.3662, 15/148 0.0624 to 0.1605, 0/20 0 to 0.1611."""
+    for r, n, lo, hi in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
+        found = wilson(r, n)
+        assert (found.lo, found.hi) == pytest.approx((lo, hi), abs=5e-5)
+
+
+def test_the_unit_of_the_scatter_is_told(tmp_path):
+    """M-03 as one scrape: the interval is of four engines, and the table says so; of two engines there is none."""
+    accepted = (40, 3, 50, 10)
+    engines = [
+        page(d, 3 * d, a, engine=str(i)) for i, (d, a) in enumerate(zip((22, 15, 29, 20), accepted, strict=True))
+    ]
+    (tmp_path / "one.prom").write_text("".join(engines))
+    done = CliRunner().invoke(app, ["import-metrics", str(tmp_path / "one.prom")], terminal_width=200)
+    assert "the scatter of 4 engines, cut at K = 3" in done.output
+    (tmp_path / "two.prom").write_text("".join(engines[:2]))
+    done = CliRunner().invoke(app, ["import-metrics", str(tmp_path / "two.prom")], terminal_width=200)
+    assert "no interval" in done.output and "scatter of" not in done.output
+    for n in range(4):
+        (tmp_path / f"{n}.prom").write_text(page(100 * n, 300 * n, 150 * n))
+    files = [str(tmp_path / f"{n}.prom") for n in range(4)]
+    done = CliRunner().invoke(app, ["import-metrics", *files], terminal_width=200)
+    assert "the scatter of 3 scrape intervals of one engine each" in done.output
 
 
 def test_independent_standard_error_is_that_of_the_histogram():

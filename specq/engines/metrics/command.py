@@ -113,6 +113,11 @@ def table(found: dict[str, Any]) -> Table:
             rows.append(("marginal S_k", ", ".join(_value(s, 3) for s in found["marginal_survival"])))
             given = ["n/a" if c is None else f"{c:.3f}" for c in found["conditional_survival"]]
             rows.append(("conditional S_k / S_(k-1)", ", ".join(given)))
+        if (end := found["mu_accepted"]["ci95"][1]) is not None:
+            k = found["num_speculative_tokens_measured"]
+            each = " of one engine each" if found["unit"] == "scrape interval" else ""
+            cut = f", cut at K = {k}, the most there can be" if end == k else ""
+            rows.append(("intervals from", f"the scatter of {found['clusters']} {found['unit']}s{each}{cut}"))
         narrow = found["mu_if_cycles_were_independent"]
         if narrow:
             wider, between = found["overdispersion"], f"variance between {found['unit']}s is"
