@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ from typer.testing import CliRunner
 
 from specq.cli import app
 from specq.counters import CycleCounts
+from specq.engines.metrics import command
 from specq.engines.metrics.command import read
 from specq.engines.metrics.difference import Reading, difference
 from specq.engines.metrics.readings import other_reading
 from specq.engines.metrics.scrape import scrape, seconds
 from specq.engines.metrics.summary import choose_k, independent_se, k_measured, shift, summarise, wilson
 from specq.engines.metrics.text import Engine, parse
-from specq.errors import SpecqError
+from specq.errors import Interrupted, SpecqError
 from specq.progress import Reporter
 
 NAMES = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
@@ -240,6 +242,10 @@ def test_the_unit_of_the_scatter_is_told(tmp_path):
     (tmp_path / "two.prom").write_text("".join(engines[:2]))
     done = CliRunner().invoke(app, ["import-metrics", str(tmp_path / "two.prom")], terminal_width=200)
     assert "no interval" in done.output and "scatter of" not in done.output
+    idle = "".join(page(0, 0, 0, engine=str(i)) for i in range(2, 6))
+    (tmp_path / "idle.prom").write_text("".join(engines[:2]) + idle)
+    done = CliRunner().invoke(app, ["import-metrics", str(tmp_path / "idle.prom")], terminal_width=200)
+    assert "no interval" in done.output and "scatter of" not in done.output
     for n in range(4):
         (tmp_path / f"{n}.prom").write_text(page(100 * n, 300 * n, 150 * n))
     files = [str(tmp_path / f"{n}.prom") for n in range(4)]
@@ -338,7 +344,7 @@ def scraped(answers, folder, *, took=0.0):
     def get(url):
         now[0] += took
         answer = left.pop(0)
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
@@ -392,6 +398,64 @@ def test_scraping_a_silent_server_or_no_address(tmp_path):
     for bad in ("", "0s", "-1s", "1d", "x"):
         with pytest.raises(SpecqError):
             seconds(bad, "--for")
+
+
+def live(monkeypatch, pages, *words):
+    """`import-metrics --url` of a server that answers these pages, the last one over and over, on a clock of its own.
+
+    Returns how often it was asked, and the error."""
+    asked, now = [], [0.0]
+
+    def get(url):
+        asked.append(url)
+        return pages[min(len(asked), len(pages)) - 1]
+
+    own = partial(scrape, get=get, clock=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s))
+    monkeypatch.setattr(command, "scrape", own)
+    done = CliRunner().invoke(app, ["import-metrics", "--url", "http://x/metrics", *words])
+    return len(asked), done.exception
+
+
+@pytest.mark.parametrize(
+    ("model", "said"), [(None, "choose one with --model: a, b"), ("c", "no counters of model 'c'")]
+)
+def test_a_wrong_model_is_refused_at_the_first_scrape(monkeypatch, tmp_path, model, said):
+    """Not after the whole --for, and nothing is left behind; where an unusable answer came before it, its folder is named."""
+    two, chosen = page(5, 15, 3, model="a") + page(7, 21, 4, model="b"), ["--model", model] * bool(model)
+    asked, error = live(monkeypatch, [two], "--out", str(tmp_path / "a"), *chosen)
+    assert asked == 1 and isinstance(error, SpecqError) and said in str(error) and "kept" not in str(error)
+    assert not (tmp_path / "a").exists()
+    asked, error = live(monkeypatch, ["starting", two], "--out", str(tmp_path / "b"), *chosen)
+    assert asked == 2 and said in str(error) and f"1 unusable answers are kept in {tmp_path / 'b'}" in str(error)
+    assert [p.name for p in (tmp_path / "b").glob("*")] == ["00000.unusable"]
+
+
+@pytest.mark.parametrize("later", [page(5, 15, 3) + page(7, 21, 4, model="b"), page(9, 20, 21)])
+def test_errors_after_scraping_name_the_folder(monkeypatch, tmp_path, later):
+    """A model that turns up later, and counters that contradict each other."""
+    asked, error = live(monkeypatch, [page(5, 15, 3), later], "--out", str(tmp_path / "s"))
+    assert asked == 31 and isinstance(error, SpecqError) and len(list(tmp_path.glob("s/*.prom"))) == 31
+    assert re.search("several models|inconsistent", str(error)) and f"31 scrapes are kept in {tmp_path / 's'}" in str(
+        error
+    )
+
+
+def test_against_is_read_before_minutes_of_scraping(monkeypatch, tmp_path):
+    words = ["--against", str(tmp_path / "gone"), "--out", str(tmp_path / "s")]
+    asked, error = live(monkeypatch, [page(5, 15, 3)], *words)
+    assert (
+        asked == 0 and isinstance(error, SpecqError) and "cannot read" in str(error) and not (tmp_path / "s").exists()
+    )
+
+
+def test_an_interrupted_scrape_says_what_is_kept(tmp_path):
+    """Ctrl-C and a full disk: the scrapes so far are kept and named; without one there is no folder."""
+    with pytest.raises(Interrupted, match="2 scrapes and 0 unusable answers are kept in"):
+        scraped([page(1, 3, 1), page(2, 6, 2), KeyboardInterrupt()], tmp_path / "s")
+    assert len(list((tmp_path / "s").glob("*.prom"))) == 2
+    with pytest.raises(Interrupted, match="^interrupted$"):
+        scraped([KeyboardInterrupt()], tmp_path / "t")
+    assert not (tmp_path / "t").exists()
 
 
 def test_command_prints_and_writes_strict_json(tmp_path):
