@@ -18,6 +18,7 @@ from specq.serve_command import (
     ATTENTION,
     BACKEND,
     KV,
+    LIMITS,
     SPEC_OPTIONS,
     SPECULATIVE,
     ServeCommand,
@@ -69,6 +70,8 @@ def study_options(text: str, options: Mapping[str, Any], dtypes: list[str]) -> t
             raise fail(f"variables are not expanded, and its {role} is {taken[role]}: give --{role}")
     if given.get("draft", taken.get("draft")) != "ngram":
         taken.pop("ngram", None)
+    for name, limit in command.limits.items():
+        taken[name] = tuple(dict.fromkeys(min(n, limit) for n in StudyConfig.model_fields[name].default))
     cost = given.get("cost", "roofline:h100")
     if ranks > 1 and re.match(r"roofline:(?!\d+x)", cost):
         given["cost"] = cost.replace("roofline:", f"roofline:{ranks}x", 1)
@@ -85,10 +88,21 @@ def notes(config: StudyConfig) -> list[str]:
     if config.vllm_command is None:
         return []
     command = read(config.vllm_command)
-    if "vllm_version" in command.taken or config.vllm_version != StudyConfig.model_fields["vllm_version"].default:
-        return command.notes
-    said = f"it does not state vLLM's version: arguments are written for {config.vllm_version} (--vllm-version)"
-    return [*command.notes, line_of(said)]
+    said = []
+    for name, limit in command.limits.items():
+        if beyond := [n for n in getattr(config, name) if n > limit]:
+            said.append(f"--{name} {','.join(map(str, beyond))} is beyond the {LIMITS[name]} {limit} of this server")
+    longest = command.limits.get("context")
+    if longest is not None and config.prompt_tokens + config.output_tokens > longest:
+        said.append(
+            f"texts of up to {config.prompt_tokens} + {config.output_tokens} tokens are scored (--prompt-tokens,"
+            f" --output-tokens); this server takes {longest} (--max-model-len)"
+        )
+    if "vllm_version" not in command.taken and config.vllm_version == StudyConfig.model_fields["vllm_version"].default:
+        said.append(
+            f"it does not state vLLM's version: arguments are written for {config.vllm_version} (--vllm-version)"
+        )
+    return [*command.notes, *map(line_of, said)]
 
 
 def without_secrets(command: ServeCommand) -> list[str]:

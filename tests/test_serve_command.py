@@ -135,6 +135,9 @@ def test_ngram_and_vllms_defaults():
         (PLAIN + ' -sc \'{"model": "d", "num_speculative_tokens": 3}\' --spec-tokens 4', "both give"),
         (PLAIN + " -sc.model d -sc.num_speculative_tokens 3 -sc.rejection_sample_method synthetic", "synthetic"),
         (f"{PLAIN} -sc '{SPEC}' -tp two", "whole number"),
+        (f"{PLAIN} -sc '{SPEC}' --max-model-len long", "--max-model-len must be a whole number"),
+        (f"{PLAIN} -sc '{SPEC}' --max-model-len 2.5K", "--max-model-len must be a whole number"),
+        (f"{PLAIN} -sc '{SPEC}' --max-num-seqs 0", "--max-num-seqs must be a whole number"),
         (f"{PLAIN} -sc '{SPEC}' --override-generation-config " + '\'{"temperature": "hot"}\'', "not a number"),
     ],
 )
@@ -155,6 +158,37 @@ def test_what_is_not_taken_over_is_said():
                  "[[1, 4, 3]]", "of speculative_config not taken over: quantization"):  # fmt: skip
         assert word in said
     assert "--max-num-seqs" not in said and read(text).dtype is None
+
+
+@pytest.mark.parametrize(
+    ("word", "contexts"),
+    [("512", (512,)), ("4096", (2048, 4096)), ("8k", (2048, 8000)), ("8K", (2048, 8192)), ("2.5k", (2048, 2500)),
+     ("1m", (2048, 8192, 32768)), ("auto", None), ("-1", None), ("$LEN", None)],
+)  # fmt: skip
+def test_contexts_are_those_the_server_holds(word, contexts):
+    """--max-model-len in vLLM's spellings caps the contexts decided for; what vLLM chooses or a variable holds does not."""
+    options = dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"}
+    text = f"{PLAIN} -sc '{SPEC}' --max-model-len {word}"
+    assert study_options(text, options, [])[0]["context"] == contexts
+    assert any("--max-model-len $LEN is not taken over" in n for n in read(text).notes) == (word == "$LEN")
+
+
+def test_batches_are_those_the_server_holds():
+    """--max-num-seqs caps the batches; one's own --batch and --context come first, with a word where they go beyond."""
+    options = dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"}
+    text = f"{PLAIN} -sc '{SPEC}' --max-num-seqs 64 --max_model_len=512"
+    made = study_options(text, options, [])[0]
+    assert made["batch"] == (1, 8, 32, 64) and made["context"] == (512,)
+
+    def said(**changes):
+        own = {k: v for k, v in study_options(text, options | changes, [])[0].items() if v is not None}
+        return " ".join(notes(StudyConfig(**{k: own[k] for k in own if k not in ("target", "draft", "pair")})))
+
+    assert "beyond" not in said() and "1024 + 256 tokens are scored" in said()
+    assert "tokens are scored" not in said(prompt_tokens=256)
+    own = said(batch=(8, 256), context=(256, 2048, 4096))
+    assert "--batch 256 is beyond the --max-num-seqs 64" in own
+    assert "--context 2048,4096 is beyond the --max-model-len 512" in own
 
 
 def test_the_users_own_options_come_first():
@@ -321,6 +355,7 @@ def test_the_study_of_a_server_gives_its_command_back(server):
     assert now in said and then in said and "--max-num-seqs 64" in then
     assert read(then).taken["target"] == read(now).taken["target"]
     assert read(then).speculative.get("num_speculative_tokens", 0) == max(k for _, _, k in rec["recommended_schedule"])
+    assert strict_json(out / "study.json")["configuration"]["batch"] == [1, 8, 32, 64]
     assert any("--quantization" in w for w in rec["warnings"]) and any("does not state" in w for w in rec["warnings"])
     page = next(out.glob("fp8*/report.html")).read_text()
     assert "command line now" in page and "--max-num-seqs 64" in page
@@ -340,7 +375,7 @@ PIECES = st.sampled_from(
     ["vllm", "serve", "docker", "run", "vllm/vllm-openai:v0.24.0", "-m", "vllm.entrypoints.openai.api_server", "--model", "m",
      "-tp", "2", "-sc", "--speculative-config", "--speculative-config.model", "-sc.a.b+", "--kv-cache-dtype", "fp8",
      "--spec-tokens", "--override-generation-config", "'{\"top_k\": 1e999}'", f"'{SPEC}'", "'{}'", "null", "'",
-     '"', "\\\n", "#", "&&", ">", "=", "--api-key", "$X", "~/m", "{}", "--=", "-",
+     '"', "\\\n", "#", "&&", ">", "=", "--max-model-len", "1k", "--api-key", "$X", "~/m", "{}", "--=", "-",
      "--token", "HF_TOKEN=x", "-eA_KEY=x y", "--", "--.", "-.=", "--attention-config", "'{\"backend\": 1}'"]
 )  # fmt: skip
 
@@ -360,7 +395,7 @@ def test_any_text_is_read_or_refused_in_one_line(text):
         return
     kept = options["vllm_command"]
     assert {k: v for k, v in read(kept).taken.items()} == read(text).taken
-    assert read(kept).speculative == read(text).speculative
+    assert (read(kept).speculative, read(kept).limits) == (read(text).speculative, read(text).limits)
     now, then = changed(kept, block())
     assert read(now).taken == read(text).taken
     assert read(then).speculative["num_speculative_tokens"] == 2
