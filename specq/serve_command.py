@@ -43,6 +43,19 @@ UNRELATED = {
 LIMITS = {"context": "--max-model-len", "batch": "--max-num-seqs"}
 # vLLM's suffixes of sizes: 8k = 8,000, 8K = 8,192.
 SCALE = {"": 1} | {s: 1000**n for n, s in enumerate("kmgt", 1)} | {s: 1024**n for n, s in enumerate("KMGT", 1)}
+# What is taken over, and what else is known to want a value.
+READ = {
+    "--model",
+    KV,
+    GENERATION,
+    OVERRIDE,
+    SPECULATIVE,
+    "--tensor-parallel-size",
+    BACKEND,
+    *SPEC_OPTIONS,
+    *LIMITS.values(),
+}
+VALUED = READ | {*SHORT.values(), "--config"} | {o for o in UNRELATED if not FLAG.fullmatch(o)} - {"--hf-token"}
 
 
 @dataclass(frozen=True)
@@ -92,6 +105,10 @@ def read(text: str) -> ServeCommand:
     first, version = _start(words)
     last = next((i for i in range(first, len(words)) if _ends(words[i])), len(words))
     options, loose = _parse(words, first, last)
+    for option in options:
+        name = option.name.split(".")[0]
+        if (option.value is None and name in VALUED) or (option.value == "" and name in READ):
+            raise fail(f"{option.name} has no value")
     by_name = {o.name: o.value for o in options}
     model = by_name.get("--model") or (loose[0] if loose else None)
     if not model:
@@ -203,8 +220,6 @@ def _json_option(options: list[Option], name: str) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for option in dotted:
         *path, last = option.name.removeprefix(name + ".").split(".")
-        if option.value is None:
-            raise fail(f"{option.name} has no value")
         at = made
         for key in path:
             at = at.setdefault(key, {}) if isinstance(at.get(key, {}), dict) else {}
@@ -316,11 +331,9 @@ def _take_rest(made: ServeCommand, by_name: Mapping[str, str | None], version: s
         if (limit := _limit(option, by_name.get(option), notes)) is not None:
             made.limits[name] = limit
     _take_version(made, version)
-    read = {"--model", KV, GENERATION, OVERRIDE, SPECULATIVE, "--tensor-parallel-size", BACKEND, *SPEC_OPTIONS}
-    read |= {*LIMITS.values()}
     if by_name.get(GENERATION) not in (None, "auto", "vllm"):
         notes.append(f"{GENERATION} {by_name[GENERATION]} is not read: sampling is the target's own, or give it here")
-    rest = [o for o in dict.fromkeys(o.name for o in made.options) if o.split(".")[0] not in read]
+    rest = [o for o in dict.fromkeys(o.name for o in made.options) if o.split(".")[0] not in READ]
     if "--config" in rest:
         notes.append("what --config FILE holds is not read")
         rest.remove("--config")

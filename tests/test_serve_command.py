@@ -147,6 +147,27 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(text, said):
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("words", ["{}", "{} --port 80", "--port 80 {} --enforce-eager", "{} > log"])
+@pytest.mark.parametrize(
+    "option",
+    ["--kv-cache-dtype", "--kv_cache_dtype", "--kv-cache-dtype=", "--kv-cache-dtype ''", "-tp", "-pp", "-sc", "-sc.model",
+     "--override-generation-config", "--generation-config", "--max-model-len", "--max-num-seqs=", "--attention-backend", "-q",
+     "--config", "--host", "--api-key", "--gpu-memory-utilization", "--spec-tokens", "-ac.backend"],
+)  # fmt: skip
+def test_an_option_without_its_value_is_refused(option, words):
+    """As vLLM does, and not read as if it were not there: `--kv-cache-dtype` alone is no BF16 cache."""
+    spec = "" if option.startswith(("-sc", "--spec")) else f" -sc '{SPEC}'"
+    with pytest.raises(SpecqError, match="has no value") as caught:
+        read(f"{PLAIN}{spec} {words.format(option)}")
+    assert "\n" not in str(caught.value)
+
+
+def test_flags_and_optional_values_need_none():
+    """Flags stand alone, --hf-token may, and a negative number is a value."""
+    text = f"{PLAIN} -sc '{SPEC}' --enforce-eager --trust-remote-code --hf-token --no-enable-prefix-caching --max-model-len -1"
+    assert read(text).notes == [] and read(text).taken["current_k"] == 3
+
+
 def test_what_is_not_taken_over_is_said():
     text = PLAIN + (
         " --quantization fp8 --max-num-seqs 64 -pp 2 --kv-cache-dtype turboquant_4bit_nc -sc '"
