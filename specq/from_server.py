@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specq.config import StudyConfig
+from specq.config import StudyConfig, validated
 from specq.errors import SpecqError
 from specq.report.schema import VllmBlock
 from specq.serve_command import (
@@ -19,6 +19,8 @@ from specq.serve_command import (
     BACKEND,
     KV,
     LIMITS,
+    OVERRIDE,
+    SAMPLED,
     SPEC_OPTIONS,
     SPECULATIVE,
     ServeCommand,
@@ -36,6 +38,9 @@ SECRET_OPTION = re.compile(
 )  # of other programs in the line
 SECRETS = {"--api-key": "$VLLM_API_KEY", "--hf-token": "$HF_TOKEN"}
 LONGEST_FILE = 1 << 20
+# What a server's command calls the study options whose values it may give.
+WRITTEN = {"k_max": "num_speculative_tokens", "current_k": "num_speculative_tokens"}
+WRITTEN |= {name: f"{OVERRIDE} {name}" for name in SAMPLED}
 # What a recommendation decides anew; other keys of the user's speculative_config stay.
 REPLACED = {"method", "num_speculative_tokens", "draft_sample_method", "kv_cache_dtype", "model",
             "num_speculative_tokens_per_batch_size", "prompt_lookup_min", "prompt_lookup_max"}  # fmt: skip
@@ -78,9 +83,22 @@ def study_options(text: str, options: Mapping[str, Any], dtypes: list[str]) -> t
     merged = {**dict.fromkeys(options), **taken, **given, "vllm_command": shell(without_secrets(command))}
     if merged.get("k_max") is None and merged["current_k"] > 16:
         merged["k_max"] = merged["current_k"]
+    _check(merged, given)
     if not dtypes:
         dtypes = [command.dtype] if command.dtype not in (None, "bf16") else ["fp8"]
     return merged, dtypes
+
+
+def _check(merged: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises SpecqError, in the command's own words, for values that a study cannot have."""
+    try:
+        validated({name: merged[name] for name in WRITTEN if merged.get(name) is not None})
+    except SpecqError as error:
+        said, own = str(error), {*given, *(["k_max"] if "current_k" in given else [])}  # k_max follows current_k
+        for name, written in WRITTEN.items():
+            if name not in own:
+                said = said.replace("--" + name.replace("_", "-"), written)
+        raise (error if said == str(error) else fail(said)) from None
 
 
 def notes(config: StudyConfig) -> list[str]:

@@ -267,6 +267,8 @@ def _take_draft(made: ServeCommand) -> None:
         shortest, longest = (config.pop(f"prompt_lookup_{end}", None) for end in ("min", "max"))
         known = [x for x in (shortest, longest) if x is not None] or [5]  # vLLM's own defaults
         pair = [_whole(x if x is not None else known[0], "prompt_lookup_min and _max", 1) for x in (shortest, longest)]
+        if pair[0] > pair[1]:
+            raise fail(f"prompt_lookup_min {pair[0]} is larger than prompt_lookup_max {pair[1]}, which vLLM refuses")
         taken |= {"draft": "ngram", "ngram": tuple(pair)}
     elif method in (None, "draft_model") and isinstance(model, str) and not OTHER_DRAFTS.search(model):
         taken |= {"draft": model, "draft_transform": "temperature"}  # vLLM's drafts get the temperature alone

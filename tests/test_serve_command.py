@@ -147,6 +147,29 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(text, said):
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        (' -sc \'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 6, "prompt_lookup_max": 4}\'', {},
+         "prompt_lookup_min 6 is larger than prompt_lookup_max 4"),
+        (" -sc.model d -sc.num_speculative_tokens 65", {}, "num_speculative_tokens: Input should be less than"),
+        (" -sc.model d -sc.num_speculative_tokens 5", {"k_max": 3}, "num_speculative_tokens 5 is beyond --k-max 3"),
+        (f" -sc '{SPEC}' --override-generation-config.temperature=-1", {}, "--override-generation-config temperature: "),
+        (f" -sc '{SPEC}' --override-generation-config.top_p=1.5", {}, "--override-generation-config top_p: "),
+        (f" -sc '{SPEC}' --override-generation-config.top_k=-7", {"top_p": 0.5}, "--override-generation-config top_k: "),
+    ],
+)  # fmt: skip
+def test_values_are_refused_in_the_commands_own_words(text, options, said):
+    """No option of specq is named that was not given; one that was keeps its name."""
+    options = dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"} | options
+    with pytest.raises(SpecqError) as caught:
+        study_options(PLAIN + text, options, [])
+    assert str(caught.value).startswith(f"--vllm-command: {said}")
+    for own, word in (("temperature", -1.0), ("current_k", 70)):
+        with pytest.raises(SpecqError, match="^--(temperature|k-max): "):
+            study_options(SPELLINGS[0], dict.fromkeys(options) | {"pair": "tiny", own: word}, [])
+
+
 @pytest.mark.parametrize("words", ["{}", "{} --port 80", "--port 80 {} --enforce-eager", "{} > log"])
 @pytest.mark.parametrize(
     "option",
