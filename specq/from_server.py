@@ -7,16 +7,20 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specq.config import StudyConfig
+from specq.config import StudyConfig, validated
+from specq.errors import SpecqError
 from specq.report.schema import VllmBlock
 from specq.serve_command import (
     ATTENTION,
     BACKEND,
     KV,
+    LIMITS,
+    OVERRIDE,
+    SAMPLED,
     SPEC_OPTIONS,
     SPECULATIVE,
     ServeCommand,
@@ -27,9 +31,16 @@ from specq.serve_command import (
     shell,
 )
 
-SECRET = re.compile(r"(^|=)(\w*(?:TOKEN|KEY|SECRET|PASSWORD)\w*)=(?!\$).+$", re.DOTALL)
+# NAME=value, also behind `--env=`, docker's -eNAME=value, and within a quoted script: what follows in that word goes with it
+SECRET = re.compile(r"(^-e|^|[=\s;&])(\w*(?:TOKEN|KEY|SECRET|PASSWORD)\w*)=(?!\$).+$", re.DOTALL)
+SECRET_OPTION = re.compile(
+    r"--(?:[\w-]+[-_])?(token|key|secret|password)", re.IGNORECASE
+)  # of other programs in the line
 SECRETS = {"--api-key": "$VLLM_API_KEY", "--hf-token": "$HF_TOKEN"}
 LONGEST_FILE = 1 << 20
+# What a server's command calls the study options whose values it may give.
+WRITTEN = {"k_max": "num_speculative_tokens", "current_k": "num_speculative_tokens"}
+WRITTEN |= {name: f"{OVERRIDE} {name}" for name in SAMPLED}
 # What a recommendation decides anew; other keys of the user's speculative_config stay.
 REPLACED = {"method", "num_speculative_tokens", "draft_sample_method", "kv_cache_dtype", "model",
             "num_speculative_tokens_per_batch_size", "prompt_lookup_min", "prompt_lookup_max"}  # fmt: skip
@@ -64,15 +75,30 @@ def study_options(text: str, options: Mapping[str, Any], dtypes: list[str]) -> t
             raise fail(f"variables are not expanded, and its {role} is {taken[role]}: give --{role}")
     if given.get("draft", taken.get("draft")) != "ngram":
         taken.pop("ngram", None)
+    for name, limit in command.limits.items():
+        taken[name] = tuple(dict.fromkeys(min(n, limit) for n in StudyConfig.model_fields[name].default))
     cost = given.get("cost", "roofline:h100")
     if ranks > 1 and re.match(r"roofline:(?!\d+x)", cost):
         given["cost"] = cost.replace("roofline:", f"roofline:{ranks}x", 1)
     merged = {**dict.fromkeys(options), **taken, **given, "vllm_command": shell(without_secrets(command))}
     if merged.get("k_max") is None and merged["current_k"] > 16:
         merged["k_max"] = merged["current_k"]
+    _check(merged, given)
     if not dtypes:
         dtypes = [command.dtype] if command.dtype not in (None, "bf16") else ["fp8"]
     return merged, dtypes
+
+
+def _check(merged: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises SpecqError, in the command's own words, for values that a study cannot have."""
+    try:
+        validated({name: merged[name] for name in WRITTEN if merged.get(name) is not None})
+    except SpecqError as error:
+        said, own = str(error), {*given, *(["k_max"] if "current_k" in given else [])}  # k_max follows current_k
+        for name, written in WRITTEN.items():
+            if name not in own:
+                said = said.replace("--" + name.replace("_", "-"), written)
+        raise (error if said == str(error) else fail(said)) from None
 
 
 def notes(config: StudyConfig) -> list[str]:
@@ -80,10 +106,21 @@ def notes(config: StudyConfig) -> list[str]:
     if config.vllm_command is None:
         return []
     command = read(config.vllm_command)
-    if "vllm_version" in command.taken or config.vllm_version != StudyConfig.model_fields["vllm_version"].default:
-        return command.notes
-    said = f"it does not state vLLM's version: arguments are written for {config.vllm_version} (--vllm-version)"
-    return [*command.notes, line_of(said)]
+    said = []
+    for name, limit in command.limits.items():
+        if beyond := [n for n in getattr(config, name) if n > limit]:
+            said.append(f"--{name} {','.join(map(str, beyond))} is beyond the {LIMITS[name]} {limit} of this server")
+    longest = command.limits.get("context")
+    if longest is not None and config.prompt_tokens + config.output_tokens > longest:
+        said.append(
+            f"texts of up to {config.prompt_tokens} + {config.output_tokens} tokens are scored (--prompt-tokens,"
+            f" --output-tokens); this server takes {longest} (--max-model-len)"
+        )
+    if "vllm_version" not in command.taken and config.vllm_version == StudyConfig.model_fields["vllm_version"].default:
+        said.append(
+            f"it does not state vLLM's version: arguments are written for {config.vllm_version} (--vllm-version)"
+        )
+    return [*command.notes, *map(line_of, said)]
 
 
 def without_secrets(command: ServeCommand) -> list[str]:
@@ -92,7 +129,38 @@ def without_secrets(command: ServeCommand) -> list[str]:
     for option in command.options:
         if (instead := SECRETS.get(option.name)) and option.value:
             words[option.start : option.end] = [f"{option.name}={instead}", *[None] * (option.end - option.start - 1)]
+    launcher = command.first - 1 - (command.words[command.first - 1] == "serve")
+    beside = {i for i in range(len(words)) if not launcher <= i < command.last}
+    for i in beside:  # `hf auth login --token ... && vllm serve ...`
+        name, equals, value = command.words[i].partition("=")
+        if not (found := SECRET_OPTION.fullmatch(name)):
+            continue
+        if equals and value:
+            words[i] = f"{name}=${found[1].upper()}"
+        elif not equals and i + 1 in beside and not re.match(r"[-&|;<>]", command.words[i + 1]):
+            words[i + 1] = f"${found[1].upper()}"
     return [word for word in words if word is not None]
+
+
+def words_without_secrets(words: Sequence[str]) -> list[str]:
+    """specq's own command line with what is kept of a --vllm-command in its place; the path of a file stays as it is."""
+    out = list(words)
+    for i, word in enumerate(out):
+        name, equals, value = word.partition("=")
+        if name != "--vllm-command":
+            continue
+        if equals:
+            out[i] = f"{name}={_kept(value)}"
+        elif i + 1 < len(out):
+            out[i + 1] = _kept(out[i + 1])
+    return out
+
+
+def _kept(given: str) -> str:
+    try:
+        return given if text_of(given) != given else shell(without_secrets(read(given)))
+    except SpecqError:  # no command, such as a file that is gone by now, or one that a later --vllm-command overrides
+        return "..."
 
 
 def changed(text: str, block: VllmBlock) -> tuple[str, str]:

@@ -36,9 +36,26 @@ OTHER_DRAFTS = re.compile(r"eagle|medusa|dflash|dspark|speculator", re.IGNORECAS
 SEVERAL = {"--api-key", "--served-model-name", "--lora-modules", "--middleware"}  # these take several words
 UNRELATED = {
     "--host", "--port", "--api-key", "--hf-token", "--served-model-name", "--uvicorn-log-level", "--seed",
-    "--disable-log-requests", "--gpu-memory-utilization", "--max-num-seqs", "--max-model-len", "--max-num-batched-tokens",
+    "--disable-log-requests", "--gpu-memory-utilization", "--max-num-batched-tokens",
     "--enforce-eager", "--enable-prefix-caching", "--no-enable-prefix-caching", "--trust-remote-code", "--tokenizer",
 }  # fmt: skip
+# What the server holds at most, by the study option that it limits.
+LIMITS = {"context": "--max-model-len", "batch": "--max-num-seqs"}
+# vLLM's suffixes of sizes: 8k = 8,000, 8K = 8,192.
+SCALE = {"": 1} | {s: 1000**n for n, s in enumerate("kmgt", 1)} | {s: 1024**n for n, s in enumerate("KMGT", 1)}
+# What is taken over, and what else is known to want a value.
+READ = {
+    "--model",
+    KV,
+    GENERATION,
+    OVERRIDE,
+    SPECULATIVE,
+    "--tensor-parallel-size",
+    BACKEND,
+    *SPEC_OPTIONS,
+    *LIMITS.values(),
+}
+VALUED = READ | {*SHORT.values(), "--config"} | {o for o in UNRELATED if not FLAG.fullmatch(o)} - {"--hf-token"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,8 @@ class ServeCommand:
     """A command line read. `words[first:last]` are vLLM's arguments, `model` the word that names the target.
 
     `taken` holds study options by name; `dtype` is the server's KV format by specq's name, None where it has none;
-    `speculative` its speculative_config; `notes` say what was not taken over.
+    `speculative` its speculative_config; `limits` the largest context and batch (study options' names) that it serves where
+    it says so; `notes` say what was not taken over.
     """
 
     words: list[str]
@@ -67,6 +85,7 @@ class ServeCommand:
     speculative: dict[str, Any]
     dtype: str | None = "bf16"
     taken: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -86,6 +105,10 @@ def read(text: str) -> ServeCommand:
     first, version = _start(words)
     last = next((i for i in range(first, len(words)) if _ends(words[i])), len(words))
     options, loose = _parse(words, first, last)
+    for option in options:
+        name = option.name.split(".")[0]
+        if (option.value is None and name in VALUED) or (option.value == "" and name in READ):
+            raise fail(f"{option.name} has no value")
     by_name = {o.name: o.value for o in options}
     model = by_name.get("--model") or (loose[0] if loose else None)
     if not model:
@@ -197,8 +220,6 @@ def _json_option(options: list[Option], name: str) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for option in dotted:
         *path, last = option.name.removeprefix(name + ".").split(".")
-        if option.value is None:
-            raise fail(f"{option.name} has no value")
         at = made
         for key in path:
             at = at.setdefault(key, {}) if isinstance(at.get(key, {}), dict) else {}
@@ -246,6 +267,8 @@ def _take_draft(made: ServeCommand) -> None:
         shortest, longest = (config.pop(f"prompt_lookup_{end}", None) for end in ("min", "max"))
         known = [x for x in (shortest, longest) if x is not None] or [5]  # vLLM's own defaults
         pair = [_whole(x if x is not None else known[0], "prompt_lookup_min and _max", 1) for x in (shortest, longest)]
+        if pair[0] > pair[1]:
+            raise fail(f"prompt_lookup_min {pair[0]} is larger than prompt_lookup_max {pair[1]}, which vLLM refuses")
         taken |= {"draft": "ngram", "ngram": tuple(pair)}
     elif method in (None, "draft_model") and isinstance(model, str) and not OTHER_DRAFTS.search(model):
         taken |= {"draft": model, "draft_transform": "temperature"}  # vLLM's drafts get the temperature alone
@@ -306,16 +329,32 @@ def _take_rest(made: ServeCommand, by_name: Mapping[str, str | None], version: s
         notes.append(f"of {OVERRIDE} not taken over: {', '.join(override)}")
     if "--tensor-parallel-size" in by_name:
         taken["tensor_parallel"] = _whole(by_name["--tensor-parallel-size"], "--tensor-parallel-size", 1)
+    for name, option in LIMITS.items():
+        if (limit := _limit(option, by_name.get(option), notes)) is not None:
+            made.limits[name] = limit
     _take_version(made, version)
-    read = {"--model", KV, GENERATION, OVERRIDE, SPECULATIVE, "--tensor-parallel-size", BACKEND, *SPEC_OPTIONS}
     if by_name.get(GENERATION) not in (None, "auto", "vllm"):
         notes.append(f"{GENERATION} {by_name[GENERATION]} is not read: sampling is the target's own, or give it here")
-    rest = [o for o in dict.fromkeys(o.name for o in made.options) if o.split(".")[0] not in read]
+    rest = [o for o in dict.fromkeys(o.name for o in made.options) if o.split(".")[0] not in READ]
     if "--config" in rest:
         notes.append("what --config FILE holds is not read")
         rest.remove("--config")
     if left := [o for o in rest if o not in UNRELATED]:
         notes.append(f"not taken over, and kept in the changed command: {' '.join(left)}")
+
+
+def _limit(option: str, text: str | None, notes: list[str]) -> int | None:
+    """A size as vLLM reads it: 8192, 8k (thousands, decimals allowed), 8K (of 1,024); None where it is vLLM's to choose."""
+    if text in (None, "auto", "-1"):
+        return None
+    if "$" in text:
+        notes.append(f"variables are not expanded: {option} {text} is not taken over")
+        return None
+    found = re.fullmatch(r"(\d{1,12})([KMGT]?)|(\d{1,12}(?:\.\d{1,12})?)([kmgt])", text.strip(), re.ASCII)
+    value = int(float(found[1] or found[3]) * SCALE[found[2] or found[4] or ""]) if found else 0
+    if value < 1:
+        raise fail(f"{option} must be a whole number of at least 1, like 8192, 8k or 8K, not {text[:60]!r}")
+    return value
 
 
 def _take_version(made: ServeCommand, stated: str | None) -> None:

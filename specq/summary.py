@@ -18,6 +18,7 @@ from specq.analysis import BASE, NULL, Analysis, summarise
 from specq.conclude import decision_block
 from specq.config import DRAWS, RunConfig
 from specq.coupling import shared_tokens, widening
+from specq.from_server import words_without_secrets
 from specq.kv import get_format
 from specq.kv.checkpoint_scales import ignored_scales
 from specq.models.loaded import LoadedModel
@@ -181,14 +182,14 @@ def describe(name: str, model: LoadedModel, config: RunConfig) -> dict:
 
 
 def environment(model: LoadedModel) -> dict:
-    """Machine, versions, date and the command: what makes a result citable."""
+    """Machine, versions, date and the command (without the secrets of a server's): what makes a result citable."""
     import scipy
     import torch
     import transformers
 
     return {
         "specq": __version__,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *words_without_secrets(sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "torch": torch.__version__,

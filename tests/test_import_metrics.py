@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ from typer.testing import CliRunner
 
 from specq.cli import app
 from specq.counters import CycleCounts
+from specq.engines.metrics import command
 from specq.engines.metrics.command import read
 from specq.engines.metrics.difference import Reading, difference
 from specq.engines.metrics.readings import other_reading
 from specq.engines.metrics.scrape import scrape, seconds
-from specq.engines.metrics.summary import choose_k, independent_se, k_measured, shift, summarise
+from specq.engines.metrics.summary import choose_k, independent_se, k_measured, shift, summarise, wilson
 from specq.engines.metrics.text import Engine, parse
-from specq.errors import SpecqError
+from specq.errors import Interrupted, SpecqError
 from specq.progress import Reporter
 
 NAMES = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
@@ -188,6 +190,69 @@ def test_too_few_stretches_give_no_interval():
     assert any("too narrow" in n for n in found["notes"])
 
 
+@pytest.mark.parametrize("accepted", [0, 7, 15, 30])
+def test_stretches_that_agree_leave_the_sampling_error(accepted):
+    """Without positions: at least as wide as the widest that 40 cycles of K = 3 allow, all accepted or none in each.
+
+    At the ends 0 and K a share's 95 % interval reaches 0.0881 inwards with 40 trials (Clopper-Pearson), and Wilson's nearly.
+    """
+    pages = [(str(n), parse(page(10 * n, 30 * n, accepted * n), "x")) for n in range(5)]
+    found = summarise(difference(pages)["m"])
+    mu = accepted / 10
+    lo, hi = found["mu_accepted"]["ci95"]
+    worst = np.sqrt(mu * (3 - mu) / 40)
+    assert found["mu_accepted"]["se"] >= worst and found["mu_accepted"]["se"] > 0
+    assert lo <= max(0, mu - 1.9599 * worst) and hi >= min(3, mu + 1.9599 * worst) and 0 <= lo <= mu <= hi <= 3
+    if mu in (0, 3):
+        assert abs(lo - hi) == pytest.approx(3 * 0.0881, rel=0.02)
+    assert any("all its drafts or none" in n for n in found["notes"])
+    assert not shift(found, found)["significant"]
+
+
+def test_no_interval_has_a_width_of_zero():
+    """With positions too: every draft of every cycle was accepted, or none was, which is no certainty."""
+    for per, s in (((40, 40), 1.0), ((40, 0), 0.5), ((0, 0), 0.0)):
+        found = summarise(Reading("x", [CycleCounts(40, 80, sum(per), per)] * 4))
+        for block in (found["mu_accepted"], found["mean_emitted"], *found["marginal_survival"]):
+            assert block["se"] > 0 and block["ci95"][0] < block["ci95"][1]
+        assert found["mu_accepted"]["value"] == 2 * s
+
+
+def test_wilsons_interval():
+    """Newcombe (1998), Table I, method 3: 81/263 gives 0.2553 to 0.3662, 15/148 0.0624 to 0.1605, 0/20 0 to 0.1611."""
+    for r, n, lo, hi in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
+        found = wilson(r, n)
+        assert (found.lo, found.hi) == pytest.approx((lo, hi), abs=5e-5)
+
+
+def test_the_unit_of_the_scatter_is_told(tmp_path):
+    """M-03 as one scrape: the interval is of four engines, and the table says so; of two engines there is none."""
+    accepted = (40, 3, 50, 10)
+    engines = [
+        page(d, 3 * d, a, engine=str(i)) for i, (d, a) in enumerate(zip((22, 15, 29, 20), accepted, strict=True))
+    ]
+    (tmp_path / "one.prom").write_text("".join(engines))
+    done = CliRunner().invoke(app, ["import-metrics", str(tmp_path / "one.prom")], terminal_width=200)
+    assert "the scatter of 4 engines, cut at K = 3" in done.output
+    (tmp_path / "two.prom").write_text("".join(engines[:2]))
+    done = CliRunner().invoke(app, ["import-metrics", str(tmp_path / "two.prom")], terminal_width=200)
+    assert "no interval" in done.output and "scatter of" not in done.output
+    idle = "".join(page(0, 0, 0, engine=str(i)) for i in range(2, 6))
+    (tmp_path / "idle.prom").write_text("".join(engines[:2]) + idle)
+    done = CliRunner().invoke(app, ["import-metrics", str(tmp_path / "idle.prom")], terminal_width=200)
+    assert "no interval" in done.output and "scatter of" not in done.output
+    for n in range(4):
+        (tmp_path / f"{n}.prom").write_text(page(100 * n, 300 * n, 150 * n))
+    files = [str(tmp_path / f"{n}.prom") for n in range(4)]
+    done = CliRunner().invoke(app, ["import-metrics", *files], terminal_width=200)
+    assert "the scatter of 3 scrape intervals of one engine each" in done.output
+
+
 def test_independent_standard_error_is_that_of_the_histogram():
     counts = CycleCounts(10, 30, 12, (6, 4, 2))
     per_cycle = np.array([3, 3, 2, 2, 1, 1, 0, 0, 0, 0])
@@ -279,7 +344,7 @@ def scraped(answers, folder, *, took=0.0):
     def get(url):
         now[0] += took
         answer = left.pop(0)
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
@@ -333,6 +398,64 @@ def test_scraping_a_silent_server_or_no_address(tmp_path):
     for bad in ("", "0s", "-1s", "1d", "x"):
         with pytest.raises(SpecqError):
             seconds(bad, "--for")
+
+
+def live(monkeypatch, pages, *words):
+    """`import-metrics --url` of a server that answers these pages, the last one over and over, on a clock of its own.
+
+    Returns how often it was asked, and the error."""
+    asked, now = [], [0.0]
+
+    def get(url):
+        asked.append(url)
+        return pages[min(len(asked), len(pages)) - 1]
+
+    own = partial(scrape, get=get, clock=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s))
+    monkeypatch.setattr(command, "scrape", own)
+    done = CliRunner().invoke(app, ["import-metrics", "--url", "http://x/metrics", *words])
+    return len(asked), done.exception
+
+
+@pytest.mark.parametrize(
+    ("model", "said"), [(None, "choose one with --model: a, b"), ("c", "no counters of model 'c'")]
+)
+def test_a_wrong_model_is_refused_at_the_first_scrape(monkeypatch, tmp_path, model, said):
+    """Not after the whole --for, and nothing is left behind; where an unusable answer came before it, its folder is named."""
+    two, chosen = page(5, 15, 3, model="a") + page(7, 21, 4, model="b"), ["--model", model] * bool(model)
+    asked, error = live(monkeypatch, [two], "--out", str(tmp_path / "a"), *chosen)
+    assert asked == 1 and isinstance(error, SpecqError) and said in str(error) and "kept" not in str(error)
+    assert not (tmp_path / "a").exists()
+    asked, error = live(monkeypatch, ["starting", two], "--out", str(tmp_path / "b"), *chosen)
+    assert asked == 2 and said in str(error) and f"1 unusable answers are kept in {tmp_path / 'b'}" in str(error)
+    assert [p.name for p in (tmp_path / "b").glob("*")] == ["00000.unusable"]
+
+
+@pytest.mark.parametrize("later", [page(5, 15, 3) + page(7, 21, 4, model="b"), page(9, 20, 21)])
+def test_errors_after_scraping_name_the_folder(monkeypatch, tmp_path, later):
+    """A model that turns up later, and counters that contradict each other."""
+    asked, error = live(monkeypatch, [page(5, 15, 3), later], "--out", str(tmp_path / "s"))
+    assert asked == 31 and isinstance(error, SpecqError) and len(list(tmp_path.glob("s/*.prom"))) == 31
+    assert re.search("several models|inconsistent", str(error)) and f"31 scrapes are kept in {tmp_path / 's'}" in str(
+        error
+    )
+
+
+def test_against_is_read_before_minutes_of_scraping(monkeypatch, tmp_path):
+    words = ["--against", str(tmp_path / "gone"), "--out", str(tmp_path / "s")]
+    asked, error = live(monkeypatch, [page(5, 15, 3)], *words)
+    assert (
+        asked == 0 and isinstance(error, SpecqError) and "cannot read" in str(error) and not (tmp_path / "s").exists()
+    )
+
+
+def test_an_interrupted_scrape_says_what_is_kept(tmp_path):
+    """Ctrl-C and a full disk: the scrapes so far are kept and named; without one there is no folder."""
+    with pytest.raises(Interrupted, match="2 scrapes and 0 unusable answers are kept in"):
+        scraped([page(1, 3, 1), page(2, 6, 2), KeyboardInterrupt()], tmp_path / "s")
+    assert len(list((tmp_path / "s").glob("*.prom"))) == 2
+    with pytest.raises(Interrupted, match="^interrupted$"):
+        scraped([KeyboardInterrupt()], tmp_path / "t")
+    assert not (tmp_path / "t").exists()
 
 
 def test_command_prints_and_writes_strict_json(tmp_path):

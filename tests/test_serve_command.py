@@ -7,6 +7,7 @@ import pytest
 from conftest import save_model
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from interruptions import interrupted_after, raising
 from test_retune import write_prompts
 from test_study import strict_json
 from typer.testing import CliRunner
@@ -14,8 +15,8 @@ from typer.testing import CliRunner
 from specq import cli
 from specq.command import resolve
 from specq.config import StudyConfig
-from specq.errors import SpecqError
-from specq.from_server import changed, notes, study_options, text_of
+from specq.errors import Interrupted, SpecqError
+from specq.from_server import changed, notes, study_options, text_of, words_without_secrets
 from specq.report.schema import VllmBlock
 from specq.serve_command import read
 
@@ -134,6 +135,9 @@ def test_ngram_and_vllms_defaults():
         (PLAIN + ' -sc \'{"model": "d", "num_speculative_tokens": 3}\' --spec-tokens 4', "both give"),
         (PLAIN + " -sc.model d -sc.num_speculative_tokens 3 -sc.rejection_sample_method synthetic", "synthetic"),
         (f"{PLAIN} -sc '{SPEC}' -tp two", "whole number"),
+        (f"{PLAIN} -sc '{SPEC}' --max-model-len long", "--max-model-len must be a whole number"),
+        (f"{PLAIN} -sc '{SPEC}' --max-model-len 2.5K", "--max-model-len must be a whole number"),
+        (f"{PLAIN} -sc '{SPEC}' --max-num-seqs 0", "--max-num-seqs must be a whole number"),
         (f"{PLAIN} -sc '{SPEC}' --override-generation-config " + '\'{"temperature": "hot"}\'', "not a number"),
     ],
 )
@@ -141,6 +145,50 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(text, said):
     with pytest.raises(SpecqError, match="--vllm-command") as caught:
         read(text)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        (' -sc \'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 6, "prompt_lookup_max": 4}\'', {},
+         "prompt_lookup_min 6 is larger than prompt_lookup_max 4"),
+        (" -sc.model d -sc.num_speculative_tokens 65", {}, "num_speculative_tokens: Input should be less than"),
+        (" -sc.model d -sc.num_speculative_tokens 5", {"k_max": 3}, "num_speculative_tokens 5 is beyond --k-max 3"),
+        (f" -sc '{SPEC}' --override-generation-config.temperature=-1", {}, "--override-generation-config temperature: "),
+        (f" -sc '{SPEC}' --override-generation-config.top_p=1.5", {}, "--override-generation-config top_p: "),
+        (f" -sc '{SPEC}' --override-generation-config.top_k=-7", {"top_p": 0.5}, "--override-generation-config top_k: "),
+    ],
+)  # fmt: skip
+def test_values_are_refused_in_the_commands_own_words(text, options, said):
+    """No option of specq is named that was not given; one that was keeps its name."""
+    options = dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"} | options
+    with pytest.raises(SpecqError) as caught:
+        study_options(PLAIN + text, options, [])
+    assert str(caught.value).startswith(f"--vllm-command: {said}")
+    for own, word in (("temperature", -1.0), ("current_k", 70)):
+        with pytest.raises(SpecqError, match="^--(temperature|k-max): "):
+            study_options(SPELLINGS[0], dict.fromkeys(options) | {"pair": "tiny", own: word}, [])
+
+
+@pytest.mark.parametrize("words", ["{}", "{} --port 80", "--port 80 {} --enforce-eager", "{} > log"])
+@pytest.mark.parametrize(
+    "option",
+    ["--kv-cache-dtype", "--kv_cache_dtype", "--kv-cache-dtype=", "--kv-cache-dtype ''", "-tp", "-pp", "-sc", "-sc.model",
+     "--override-generation-config", "--generation-config", "--max-model-len", "--max-num-seqs=", "--attention-backend", "-q",
+     "--config", "--host", "--api-key", "--gpu-memory-utilization", "--spec-tokens", "-ac.backend"],
+)  # fmt: skip
+def test_an_option_without_its_value_is_refused(option, words):
+    """As vLLM does, and not read as if it were not there: `--kv-cache-dtype` alone is no BF16 cache."""
+    spec = "" if option.startswith(("-sc", "--spec")) else f" -sc '{SPEC}'"
+    with pytest.raises(SpecqError, match="has no value") as caught:
+        read(f"{PLAIN}{spec} {words.format(option)}")
+    assert "\n" not in str(caught.value)
+
+
+def test_flags_and_optional_values_need_none():
+    """Flags stand alone, --hf-token may, and a negative number is a value."""
+    text = f"{PLAIN} -sc '{SPEC}' --enforce-eager --trust-remote-code --hf-token --no-enable-prefix-caching --max-model-len -1"
+    assert read(text).notes == [] and read(text).taken["current_k"] == 3
 
 
 def test_what_is_not_taken_over_is_said():
@@ -154,6 +202,37 @@ def test_what_is_not_taken_over_is_said():
                  "[[1, 4, 3]]", "of speculative_config not taken over: quantization"):  # fmt: skip
         assert word in said
     assert "--max-num-seqs" not in said and read(text).dtype is None
+
+
+@pytest.mark.parametrize(
+    ("word", "contexts"),
+    [("512", (512,)), ("4096", (2048, 4096)), ("8k", (2048, 8000)), ("8K", (2048, 8192)), ("2.5k", (2048, 2500)),
+     ("1m", (2048, 8192, 32768)), ("auto", None), ("-1", None), ("$LEN", None)],
+)  # fmt: skip
+def test_contexts_are_those_the_server_holds(word, contexts):
+    """--max-model-len in vLLM's spellings caps the contexts decided for; what vLLM chooses or a variable holds does not."""
+    options = dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"}
+    text = f"{PLAIN} -sc '{SPEC}' --max-model-len {word}"
+    assert study_options(text, options, [])[0]["context"] == contexts
+    assert any("--max-model-len $LEN is not taken over" in n for n in read(text).notes) == (word == "$LEN")
+
+
+def test_batches_are_those_the_server_holds():
+    """--max-num-seqs caps the batches; one's own --batch and --context come first, with a word where they go beyond."""
+    options = dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"}
+    text = f"{PLAIN} -sc '{SPEC}' --max-num-seqs 64 --max_model_len=512"
+    made = study_options(text, options, [])[0]
+    assert made["batch"] == (1, 8, 32, 64) and made["context"] == (512,)
+
+    def said(**changes):
+        own = {k: v for k, v in study_options(text, options | changes, [])[0].items() if v is not None}
+        return " ".join(notes(StudyConfig(**{k: own[k] for k in own if k not in ("target", "draft", "pair")})))
+
+    assert "beyond" not in said() and "1024 + 256 tokens are scored" in said()
+    assert "tokens are scored" not in said(prompt_tokens=256)
+    own = said(batch=(8, 256), context=(256, 2048, 4096))
+    assert "--batch 256 is beyond the --max-num-seqs 64" in own
+    assert "--context 2048,4096 is beyond the --max-model-len 512" in own
 
 
 def test_the_users_own_options_come_first():
@@ -191,6 +270,75 @@ def test_secrets_are_not_kept():
         "vllm serve", "x/vllm --model"
     )
     assert "secret" not in study_options(docker, options, [])[0]["vllm_command"]
+
+
+@pytest.mark.parametrize(
+    "around",
+    ["export HF_TOKEN=hf_secret; {}", "docker run -eHF_TOKEN=hf_secret -e KEY=hf_secret --env=A_KEY=hf_secret vllm/vllm-openai"
+     " --model org/target -sc.model org/draft -sc.num_speculative_tokens 3", "hf auth login --token hf_secret && {}",
+     "{} && x login --api-key=hf_secret --password hf_secret -v", "sh -c 'export X_SECRET=hf_secret; run' ; {}"],
+)  # fmt: skip
+def test_secrets_around_the_server_are_not_kept(around):
+    """Variables, docker's -e in every spelling, other programs' options; the command reads as before."""
+    text = around.format(f"{PLAIN} -sc '{SPEC}'")
+    kept = study_options(text, dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"}, [])[0]["vllm_command"]
+    assert "hf_secret" in text and "hf_secret" not in kept and read(kept).taken == read(text).taken
+    assert [w for w in read(kept).words if w == "&&"] == [w for w in read(text).words if w == "&&"]
+
+
+def test_specqs_own_command_line_holds_what_is_kept(tmp_path):
+    """Both spellings, every occurrence, a command that is none; the path of a file and other options stay."""
+    text = f"HF_TOKEN=hf_secret {PLAIN} --api-key hf_secret -sc '{SPEC}'"
+    kept = study_options(text, dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"}, [])[0]["vllm_command"]
+    made = ["--vllm-command", kept, "--seed", "1", f"--vllm-command={kept}", "--out", "o"]
+    assert (
+        words_without_secrets(["--vllm-command", text, "--seed", "1", f"--vllm-command={text}", "--out", "o"]) == made
+    )
+    path = tmp_path / "serve.sh"
+    path.write_text(text)
+    for own in (
+        ["--vllm-command", str(path)],
+        [f"--vllm-command={path}"],
+        ["--vllm-command"],
+        ["study", "--seed", "1"],
+    ):
+        assert words_without_secrets(own) == own
+    assert words_without_secrets(["--vllm-command", "HF_TOKEN=hf_secret no server"]) == ["--vllm-command", "..."]
+
+
+def test_no_file_of_a_study_holds_a_secret(tmp_path, monkeypatch):
+    """Keys and tokens of the command are in no file of the output, of an interrupted study or a whole one."""
+    target, draft = save_model(tmp_path / "t", seed=1), save_model(tmp_path / "d", seed=1, num_hidden_layers=1)
+    prompts = write_prompts(tmp_path / "p.jsonl", 6)
+    command = (
+        "export HF_TOKEN=hf_secretsecret; VLLM_API_KEY=sk-zzz docker run -e HUGGING_FACE_HUB_TOKEN=hf_qqq"
+        f" vllm/vllm-openai:v0.24.0 --model {target} --api-key k1secret k2secret -sc.model {draft} -sc.num_speculative_tokens 2"
+    )
+    words = ["study", "--vllm-command", command, "--prompts", prompts, "--num-prompts", "6", "--output-tokens", "12",
+             "--prompt-tokens", "24", "--k-max", "4", "--out", str(tmp_path / "out"), "--quiet"]  # fmt: skip
+
+    def run(*more):
+        monkeypatch.setattr("sys.argv", ["specq", *map(str, words), *more])
+        return CliRunner().invoke(cli.app, [*map(str, words), *more])
+
+    def held(folder, *what):
+        files = [p for p in folder.rglob("*") if p.is_file()]
+        return [(p.name, w) for p in files for w in what if w.encode() in p.read_bytes()]
+
+    secrets = ("hf_secret", "sk-zzz", "hf_qqq", "k1secret", "k2secret")
+    with monkeypatch.context() as patched:
+        interrupted_after(patched, 1, raising(KeyboardInterrupt()))
+        done = run()
+    assert isinstance(done.exception, Interrupted), done.output
+    partial = tmp_path / "out.partial"
+    assert ("run.json", "$HF_TOKEN") in held(partial, "$HF_TOKEN") and not held(partial, *secrets)
+    done = run("--resume")
+    assert done.exit_code == 0, done.output
+    assert {"study.json", "report.html"} <= {name for name, _ in held(tmp_path / "out", "--vllm-command")}
+    assert not held(tmp_path / "out", *secrets) and not any(s in done.output for s in secrets)
+    told = shlex.split(strict_json(tmp_path / "out" / "study.json")["environment"]["command"])
+    rec = strict_json(next((tmp_path / "out").glob("fp8*")) / "recommendation.json")
+    assert told[told.index("--vllm-command") + 1] == rec["vllm"]["current_command"]
 
 
 def test_lines_of_a_script_stay_commands_of_their_own():
@@ -251,6 +399,7 @@ def test_the_study_of_a_server_gives_its_command_back(server):
     assert now in said and then in said and "--max-num-seqs 64" in then
     assert read(then).taken["target"] == read(now).taken["target"]
     assert read(then).speculative.get("num_speculative_tokens", 0) == max(k for _, _, k in rec["recommended_schedule"])
+    assert strict_json(out / "study.json")["configuration"]["batch"] == [1, 8, 32, 64]
     assert any("--quantization" in w for w in rec["warnings"]) and any("does not state" in w for w in rec["warnings"])
     page = next(out.glob("fp8*/report.html")).read_text()
     assert "command line now" in page and "--max-num-seqs 64" in page
@@ -270,8 +419,8 @@ PIECES = st.sampled_from(
     ["vllm", "serve", "docker", "run", "vllm/vllm-openai:v0.24.0", "-m", "vllm.entrypoints.openai.api_server", "--model", "m",
      "-tp", "2", "-sc", "--speculative-config", "--speculative-config.model", "-sc.a.b+", "--kv-cache-dtype", "fp8",
      "--spec-tokens", "--override-generation-config", "'{\"top_k\": 1e999}'", f"'{SPEC}'", "'{}'", "null", "'",
-     '"', "\\\n", "#", "&&", ">", "=", "--api-key", "$X", "~/m", "{}", "--=", "-",
-     "--", "--.", "-.=", "--attention-config", "'{\"backend\": 1}'"]
+     '"', "\\\n", "#", "&&", ">", "=", "--max-model-len", "1k", "--api-key", "$X", "~/m", "{}", "--=", "-",
+     "--token", "HF_TOKEN=x", "-eA_KEY=x y", "--", "--.", "-.=", "--attention-config", "'{\"backend\": 1}'"]
 )  # fmt: skip
 
 
@@ -290,7 +439,7 @@ def test_any_text_is_read_or_refused_in_one_line(text):
         return
     kept = options["vllm_command"]
     assert {k: v for k, v in read(kept).taken.items()} == read(text).taken
-    assert read(kept).speculative == read(text).speculative
+    assert (read(kept).speculative, read(kept).limits) == (read(text).speculative, read(text).limits)
     now, then = changed(kept, block())
     assert read(now).taken == read(text).taken
     assert read(then).speculative["num_speculative_tokens"] == 2

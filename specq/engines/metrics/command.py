@@ -1,7 +1,7 @@
 """What `specq import-metrics` does: files (or a live server) in, acceptance with its uncertainty out."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,17 @@ def read(paths: Sequence[Path], model: str | None = None) -> Reading:
     if any(o is not None for o in others):
         raise SpecqError("give files of one kind: Prometheus text, or benchmark results, logs and histograms")
     readings = difference([(path.name, parse(text, path.name)) for path, text in texts])
-    if model is None and len(readings) > 1:
-        raise SpecqError(f"these scrapes are of several models; choose one with --model: {', '.join(readings)}")
-    if model is not None and model not in readings:
-        raise SpecqError(f"no counters of model {model!r}; there are {', '.join(map(repr, readings))}")
-    return readings[model] if model is not None else next(iter(readings.values()))
+    return readings[chosen(readings, model)]
+
+
+def chosen(models: Iterable[str], wanted: str | None) -> str:
+    """Which of the models that scrapes hold to read. Raises SpecqError where none is chosen of several, or one not there."""
+    models = list(dict.fromkeys(models))
+    if wanted is None and len(models) > 1:
+        raise SpecqError(f"these scrapes are of several models; choose one with --model: {', '.join(models)}")
+    if wanted is not None and wanted not in models:
+        raise SpecqError(f"no counters of model {wanted!r}; there are {', '.join(map(repr, models))}")
+    return wanted if wanted is not None else models[0]
 
 
 def import_metrics_command(
@@ -65,20 +71,14 @@ def import_metrics_command(
         raise SpecqError(
             f"--draft-cost {draft_cost} must be positive: seconds of a draft step per second of a target step"
         )
-    notes = []
-    if url is not None:
+    other = summarise(read(against, model)) if against else None  # before minutes of scraping
+    if url is None:
+        found = summarise(read(paths, model))
+    else:
         folder = out or Path(time.strftime("scrapes-%Y%m%d-%H%M%S"))
-        paths, missed = scrape(url, seconds(every, "--every"), seconds(span, "--for"), folder, Reporter(quiet))
-        notes.append(f"{len(paths)} scrapes are kept in {folder}")
-        if missed:
-            notes.append(
-                f"{missed} scrapes found no counters; what a server did between its last scrape and a restart is lost"
-            )
-    found = summarise(read(paths, model))
-    found["notes"] += notes
-    if against:
-        found["against"] = summarise(read(against, model))
-        found["mu_shift_from_against"] = shift(found["against"], found)
+        found = _scraped(url, seconds(every, "--every"), seconds(span, "--for"), folder, model, Reporter(quiet))
+    if other is not None:
+        found["against"], found["mu_shift_from_against"] = other, shift(other, found)
     if draft_cost is not None and found.get("marginal_survival"):
         found["choice"] = choose_k([s["value"] for s in found["marginal_survival"]], draft_cost)
     if out is not None:
@@ -90,6 +90,26 @@ def import_metrics_command(
         print(json.dumps(files.finite(found), indent=2, allow_nan=False))
     else:
         Terminal().print(table(found))
+
+
+def _scraped(
+    url: str, every: float, span: float, folder: Path, model: str | None, reporter: Reporter
+) -> dict[str, Any]:
+    """What a live server's counters say; the model is known to be there from the first scrape on."""
+    paths, missed = scrape(
+        url, every, span, folder, reporter, check=lambda found: chosen((e.model for e in found), model)
+    )
+    kept = f"{len(paths)} scrapes are kept in {folder}"
+    try:
+        found = summarise(read(paths, model))
+    except SpecqError as error:
+        raise SpecqError(f"{error}; {kept}") from error
+    found["notes"].append(kept)
+    if missed:
+        found["notes"].append(
+            f"{missed} scrapes found no counters; what a server did between its last scrape and a restart is lost"
+        )
+    return found
 
 
 def _value(block: dict[str, Any], digits: int = 4) -> str:
@@ -113,6 +133,11 @@ def table(found: dict[str, Any]) -> Table:
             rows.append(("marginal S_k", ", ".join(_value(s, 3) for s in found["marginal_survival"])))
             given = ["n/a" if c is None else f"{c:.3f}" for c in found["conditional_survival"]]
             rows.append(("conditional S_k / S_(k-1)", ", ".join(given)))
+        if (end := found["mu_accepted"]["ci95"][1]) is not None:
+            k = found["num_speculative_tokens_measured"]
+            each = " of one engine each" if found["unit"] == "scrape interval" else ""
+            cut = f", cut at K = {k}, the most there can be" if end == k else ""
+            rows.append(("intervals from", f"the scatter of {found['clusters']} {found['unit']}s{each}{cut}"))
         narrow = found["mu_if_cycles_were_independent"]
         if narrow:
             wider, between = found["overdispersion"], f"variance between {found['unit']}s is"

@@ -65,7 +65,8 @@ def difference(scrapes: Sequence[tuple[str, Mapping[Engine, Counters]]]) -> dict
     readings = {m: Reading(" to ".join(dict.fromkeys((names[0], names[-1]))), []) for m in models}
     if len(scrapes) == 1:
         for engine, counters in scrapes[0][1].items():
-            readings[engine.model].clusters.append(_counts(counters, f"{names[0]}, {engine.name}"))
+            counts = _counts(counters, f"{names[0]}, {engine.name}")
+            readings[engine.model].clusters += [counts] if counts.drafts else []  # an idle engine shows no scatter
             readings[engine.model].unit = "engine"
             readings[engine.model].notes = ["one scrape only: the counts are those since the server's start"]
         return readings

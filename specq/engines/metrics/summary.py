@@ -2,11 +2,15 @@
 
 Pooled counters alone carry only the binomial spread of cycles taken as independent, which is too narrow: cycles of one
 text resemble each other. Where counts come in stretches (scrapes, requests), their scatter gives the honest interval,
-and the ratio of the two variances is reported as overdispersion. One stretch alone gives no interval.
+and the ratio of the two variances is reported as overdispersion. A stretch is a request, a log line, a benchmark run, one
+engine between two scrapes, or one engine since its start where there is one scrape only. Fewer than three give no interval.
+
+Stretches that happen to agree show no scatter, so no interval is narrower than the sampling error of the pooled counts, and
+none has a width of zero.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +23,12 @@ Z = 1.959963984540054  # the normal quantile of a 95 % interval
 MIN_CLUSTERS = 3
 TOO_NARROW = (
     "the interval under independent cycles is too narrow, since cycles of one text resemble each other; scrape more often"
-    " (at least 4 scrapes) or give per-request histograms for one that can be trusted"
+    " (at least 4 scrapes of one engine) or give per-request histograms for one that can be trusted"
+)
+NO_POSITIONS = "per-position counters are missing: no rates by position, and no other K can be judged"
+WORST_CASE = (
+    "what single cycles accepted is not known, so the interval of mu is no narrower than if each had accepted all its drafts"
+    " or none"
 )
 SHORT_CYCLES = (
     "not every cycle drafted the full number of tokens: marginal rates are a lower bound of those of full cycles"
@@ -48,6 +57,43 @@ def independent_se(counts: CycleCounts) -> float | None:
     return float(np.sqrt(max(variance, 0.0) / counts.drafts))
 
 
+class Floor(NamedTuple):
+    """The narrowest interval that counts allow, were cycles independent: standard error and ends."""
+
+    se: float
+    lo: float
+    hi: float
+
+
+def wilson(successes: float, trials: int) -> Floor:
+    """Wilson's interval (1927) of a share, and its half width over Z as standard error: never 0, at shares of 0 and 1 too."""
+    p, z2 = successes / trials, Z * Z / trials
+    half = float(Z * np.sqrt(p * (1 - p) / trials + z2 / (4 * trials))) / (1 + z2)
+    centre = (p + z2 / 2) / (1 + z2)
+    return Floor(half / Z, centre - half, centre + half)
+
+
+def binomial_floor(successes: float, trials: int) -> Floor:
+    """The wider of the plain standard error's interval, below which a share's sampling error is not, and Wilson's."""
+    p, found = successes / trials, wilson(successes, trials)
+    se = float(np.sqrt(p * (1 - p) / trials))
+    return Floor(max(se, found.se), min(p - Z * se, found.lo), max(p + Z * se, found.hi))
+
+
+def mean_floor(counts: CycleCounts) -> Floor:
+    """The narrowest interval of mu: from the histogram of accepted per cycle, else from the largest variance there can be.
+
+    Without positions, and where all cycles were alike, the variance of a cycle is taken as mu (K - mu), the largest of any
+    numbers within 0..K of that mean (Bhatia & Davis 2000): every cycle accepts all K drafts or none, a binomial share mu / K
+    of them all. K is `k_measured`: of cycles of unequal depth without positions, their mean rounded up.
+    """
+    mu = counts.mean_accepted
+    if se := independent_se(counts):
+        return Floor(se, mu - Z * se, mu + Z * se)
+    k = k_measured(counts)
+    return Floor(*(k * x for x in binomial_floor(counts.accepted / k, counts.drafts)))
+
+
 def _ratio(clusters: Sequence[CycleCounts], numerators: Sequence[int]) -> stats.Estimate | None:
     """sum of numerators / sum of drafts with the interval from the clusters' scatter; None with too few of them."""
     if len(clusters) < MIN_CLUSTERS:
@@ -56,16 +102,14 @@ def _ratio(clusters: Sequence[CycleCounts], numerators: Sequence[int]) -> stats.
     return stats.Resampler(len(clusters)).emitted(sums, 1)
 
 
-def _block(value: float, estimate: stats.Estimate | None, se: float | None, limits: tuple[float, float]) -> dict:
-    """Value with the wider of the clustered and the independent interval, cut at what the value can be."""
+def _block(value: float, estimate: stats.Estimate | None, floor: Floor, limits: tuple[float, float]) -> dict:
+    """Value with the wider of the clustered interval and its floor, cut at what the value can be."""
     if estimate is None:
         return {"value": value, "se": None, "ci95": [None, None]}
-    lo, hi = estimate.lo, estimate.hi
-    if se is not None:
-        lo, hi = min(lo, value - Z * se), max(hi, value + Z * se)
+    lo, hi = min(estimate.lo, floor.lo), max(estimate.hi, floor.hi)
     return {
         "value": value,
-        "se": max(estimate.se, se or 0.0),
+        "se": max(estimate.se, floor.se),
         "ci95": [max(limits[0], lo), min(limits[1], hi)],
     }
 
@@ -83,7 +127,7 @@ def summarise(reading: Reading) -> dict[str, Any]:
     if mu is None:
         notes.append(TOO_NARROW)
     if counts.per_position is None:
-        notes.append("per-position counters are missing: no rates by position, and no other K can be judged")
+        notes += [NO_POSITIONS] if mu is None else [NO_POSITIONS, WORST_CASE]
     depths = sorted({len(c.per_position or ()) for c in clusters if c.drafts})
     if counts.per_position and counts.drafted < sum(c.drafts * len(c.per_position or ()) for c in clusters):
         notes.append(SHORT_CYCLES)
@@ -95,11 +139,10 @@ def summarise(reading: Reading) -> dict[str, Any]:
         parts, drafts = [c.per_position[i] for c in deep], sum(c.drafts for c in deep)
         before = sum(c.per_position[i - 1] if i else c.drafts for c in deep)
         s = sum(parts) / drafts
-        own = float(np.sqrt(s * (1 - s) / drafts))
-        survival.append(_block(s, _ratio(deep, parts), own, (0.0, 1.0)))
+        survival.append(_block(s, _ratio(deep, parts), binomial_floor(sum(parts), drafts), (0.0, 1.0)))
         conditional.append(sum(parts) / before if before else None)
     value = counts.mean_accepted
-    block = _block(value, mu, se, (0.0, float(k)))
+    block = _block(value, mu, mean_floor(counts), (0.0, float(k)))
     emitted = {**block, "value": value + 1, "ci95": [None if x is None else x + 1 for x in block["ci95"]]}
     narrow = None if se is None else {"se": se, "ci95": [value - Z * se, value + Z * se]}
     return common | {
