@@ -236,15 +236,57 @@ def test_failures_are_outcomes(tmp_path, request_of, mode):
     assert outcome.status == "failed" and outcome.result is None and "\n" not in outcome.error
 
 
-def test_last_words_are_the_exception(tmp_path):
+WORKER, CORE = "(VllmWorker-0 pid=123) ERROR 11-30 11:22:33 [executor.py:953] ", "(EngineCore pid=7) "
+HARMLESS = "(MainProcess pid=1) WARNING 11-30 10:39:03 [base.py:380] "
+POINTERS = [
+    CORE + "Exception: WorkerProc initialization failed due to an exception in a background process. See stack trace for root"
+    " cause.",
+    "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}",
+]  # fmt: skip
+TRACE = ["Traceback (most recent call last):", '  File "vllm/attention.py", line 482, in forward']
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([CORE + "ValueError: head size 64 is not supported", *POINTERS, "bye"], "ValueError: head size 64 is not supported"),
+        ([], "it said nothing"),
+        # in a worker's log, before those that point to it
+        ([WORKER + x for x in (*TRACE, "ValueError: Available memory is less than desired CPU memory utilization")]
+         + POINTERS, "ValueError: Available memory is less than desired CPU memory utilization"),
+        # what is logged below ERROR did not fail, also after what did
+        ([WORKER + "ValueError: the cause", *(HARMLESS + x for x in (*TRACE, "ValueError: Tokenizer not available"))],
+         "ValueError: the cause"),
+        ([HARMLESS + "ValueError: Tokenizer not available", "Killed"], "Killed"),
+        # a traceback ends with its exception, whatever that is called, between lines of other processes
+        ([WORKER + TRACE[0], HARMLESS + "downloading", WORKER + TRACE[1], WORKER + "torch.Unsupported: no", *POINTERS],
+         "torch.Unsupported: no"),
+        # an assertion without words of its own
+        ([CORE + x for x in (*TRACE, "    assert dtype in {'fp8'}", "AssertionError")] + POINTERS,
+         "AssertionError: assert dtype in {'fp8'}"),
+        ([CORE + x for x in (TRACE[0], "torch.Unsupported: Data-dependent assertion failed (graph)", "from user code:",
+                              "    assert dtype in {'fp8'}")] + POINTERS,
+         "torch.Unsupported: Data-dependent assertion failed (graph): assert dtype in {'fp8'}"),
+        (["\x1b[0;36m(EngineCore pid=7)\x1b[0;0m ValueError: coloured", *POINTERS], "ValueError: coloured"),
+        (POINTERS, POINTERS[1]),  # better than nothing
+    ],
+)  # fmt: skip
+def test_last_words_are_the_cause(tmp_path, lines, said):
     path = tmp_path / "log"
-    path.write_text(
-        "(EngineCore pid=7) ValueError: head size 64 is not supported\nRuntimeError: Engine core initialization failed. See"
-        " root cause above.\nbye\n"
-    )
-    assert last_words(path) == "(EngineCore pid=7) ValueError: head size 64 is not supported"
-    path.write_text("")
-    assert last_words(path) == "it said nothing"
+    path.write_text("\n".join([*lines, ""]))
+    assert last_words(path) == said
+
+
+def test_a_failed_cell_names_its_log_as_the_user_finds_it(study, monkeypatch, capsys):
+    """The path begins with what was given as --out, in one piece; validation.json, which may move, has none."""
+    monkeypatch.chdir(study)
+    monkeypatch.setenv("COLUMNS", "40")
+    made = sweep(study, Path("a/b"), fake("crash"), dtypes=["bf16"], ks=[0], extra=[], quiet=False)
+    shown = capsys.readouterr()
+    for told in (shown.out, shown.err):
+        path = told.partition("log: ")[2].splitlines()[0]
+        assert path == "a/b/cells/bf16-k0.log" and "ValueError: Selected backend" in Path(path).read_text()
+    assert made["cells"][0]["error"] == "ValueError: Selected backend is not valid for this configuration (exit code 1)"
 
 
 def test_stop_after_leaves_cells_pending(study):

@@ -12,8 +12,15 @@ from specq.config import validated
 from specq.cost import CostModel
 from specq.engines.vllm.plan import Cell, grid, parse_cell, served
 from specq.engines.vllm.record import recommended_k
-from specq.engines.vllm.runner import ENGINE
-from specq.engines.vllm.validate import Limits, Validation, installed_version, synthetic_workload, workload
+from specq.engines.vllm.runner import ENGINE, FAILURES, log_of
+from specq.engines.vllm.validate import (
+    Limits,
+    Validation,
+    cells_folder,
+    installed_version,
+    synthetic_workload,
+    workload,
+)
 from specq.errors import SpecqError
 from specq.finished import Finished, load, reconfigured
 from specq.progress import Reporter
@@ -143,8 +150,9 @@ def show(made: dict, out: Path) -> None:
         )  # fmt: skip
     console.print(table)
     for cell in made["cells"]:
-        if cell["status"] in ("failed", "timeout"):
-            console.print(f"{cell['name']}: {cell['error']}", markup=False)
+        if cell["status"] in FAILURES:
+            log = log_of(cells_folder(out), cell["name"])
+            console.print(f"{cell['name']}: {cell['error']}; log: {log}", markup=False, soft_wrap=True)
     for name, f in made["formats"].items():
         console.print(f"{name}: {regret_sentence(f)}", markup=False)
     for warning in made["warnings"]:

@@ -28,6 +28,11 @@ ENGINE = (sys.executable, "-m", "specq.engines.vllm.engine")
 _running: set[subprocess.Popen] = set()
 GRACE = 10.0  # seconds between asking a process to end and ending it
 LINGER = 2.0  # seconds for what was ended to be gone
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+PREFIX = re.compile(  # of vLLM's log: (process pid=1) LEVEL date time [file:line]
+    r"(?:\((\w[^()]*\bpid=[^()]*)\) ?)?(?:(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?(.*)"
+)
+EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Exit):")
 BACKEND = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? backend")
 
 
@@ -42,8 +47,14 @@ class Outcome:
     backends: tuple[str, ...] = ()
 
 
+FAILURES = ("failed", "timeout")  # what an engine that was started came to, if not ok
 ALONE = nullcontext()  # no other cell waits for these GPUs
 PENDING = Outcome("pending", error="not started: the time of --stop-after was over")
+
+
+def log_of(folder: Path, name: str) -> Path:
+    """Where the engine's output of a cell is."""
+    return folder / f"{name}.log"
 
 
 def finished(folder: Path, request: CellRequest) -> CellResult | None:
@@ -71,7 +82,7 @@ def run_cell(
     this process's. turn: held while the cell has its GPUs. late: whether it shall not be run any more.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    log, out = folder / f"{request.name}.log", folder / f"{request.name}.result.json"
+    log, out = log_of(folder, request.name), folder / f"{request.name}.result.json"
     kept = finished(folder, request)
     if kept is not None:
         return Outcome("ok", kept, backends=_backends(log))
@@ -87,9 +98,9 @@ def run_cell(
         code = _go(process, limit)
         took = time.monotonic() - began
     if code is None:
-        return Outcome("timeout", error=f"not done after {limit:.0f} s; see {log.name}", seconds=took)
+        return Outcome("timeout", error=f"not done after {limit:.0f} s", seconds=took)
     if code or not out.is_file():
-        return Outcome("failed", error=f"{last_words(log)} (exit code {code}; see {log.name})", seconds=took)
+        return Outcome("failed", error=f"{last_words(log)} (exit code {code})", seconds=took)
     try:
         return Outcome("ok", read_result(out.read_text(encoding="utf-8"), request), None, took, _backends(log))
     except SpecqError as error:
@@ -145,11 +156,29 @@ def _end_group(process: subprocess.Popen) -> None:
 
 
 def last_words(log: Path) -> str:
-    """The line of a log that says why a process failed: the last exception's that does not point to another, else the last."""
-    lines = [x.strip() for x in log.read_text(encoding="utf-8", errors="replace").split("\n") if x.strip()]
-    errors = [x for x in lines if re.match(r"(?:\(.*?\) )?(?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*:", x)]
-    causes = [x for x in errors if "See root cause above" not in x]
-    return (causes or errors or lines or ["it said nothing"])[-1][:300]
+    """The line of a log that says why a process failed: the last exception's that does not point to another, else the last.
+
+    An exception ends a traceback or stands by its name; what vLLM logs below ERROR did not fail. Where the exception says
+    only that an assertion failed, the assertion is added.
+    """
+    lines, errors, asserted, inside = [], [], "", {}
+    for raw in log.read_text(encoding="utf-8", errors="replace").split("\n"):
+        who, level, line = PREFIX.match(COLOURS.sub("", raw)).groups()
+        if line.strip():
+            lines.append(line.strip())
+        if level not in (None, "ERROR", "CRITICAL") or not line.strip():
+            continue
+        if line.startswith("Traceback (most recent call last)"):
+            inside[who] = True
+        elif line.strip().startswith("assert "):
+            asserted = line.strip()
+        elif not line[0].isspace() and (inside.pop(who, False) or EXCEPTION.match(line)):
+            errors.append(line.strip())
+    causes = [x for x in errors if "root cause" not in x]
+    said = (causes or errors or lines or ["it said nothing"])[-1]
+    if re.search(r"assertion failed|^AssertionError$", said) and asserted:
+        said += f": {asserted}"
+    return said[:300]
 
 
 def _backends(log: Path) -> tuple[str, ...]:
