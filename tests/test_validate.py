@@ -4,7 +4,10 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -228,6 +231,62 @@ def test_time_limit_ends_the_whole_process_group(tmp_path, request_of):
     assert outcome.status == "timeout" and "3 s" in outcome.error
     pids = [int(p) for p in next(tmp_path.glob("*.pids")).read_text().split()]
     assert len(pids) == 2 and not any(map(alive, pids))
+
+
+CALLER = """
+import functools, sys
+from specq import cli
+from specq.engines.vllm import command
+fake = functools.partial(command.validate_command, command=tuple(sys.argv[1].split("|")), version="0.24.0")
+command.validate_command = fake
+sys.argv[1:2] = ["validate"]
+cli.main()
+"""
+
+
+def until(done, seconds=60.0):
+    """The first true value of `done()`, looked at for so long at most."""
+    end = time.monotonic() + seconds
+    while not (found := done()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "mode", "code"),
+    [("SIGTERM", "hang", 130), ("SIGHUP", "hang", 130), ("SIGINT", "hang", 130), ("SIGKILL", "alone", -9)],
+)
+def test_a_sweep_that_is_ended_leaves_no_engine_behind(study, tmp_path, number, mode, code):
+    """However specq ends, its engine and the engine's children end as well; of its own accord where specq was killed."""
+    command = [sys.executable, "-c", CALLER, "|".join(fake(mode)), str(study), "--k", "0", "--dtype", "bf16", "--out",
+               str(tmp_path / "o"), "--quiet"]  # fmt: skip
+    orderly = lambda: [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGHUP)]  # noqa: E731
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=orderly) as caller:
+        try:
+            pids = [int(p) for p in until(lambda: [*(tmp_path / "o").glob("cells/*.pids")])[0].read_text().split()]
+            caller.send_signal(getattr(signal, number))
+            said = caller.communicate(timeout=60)[1]
+        finally:
+            caller.kill()
+    assert len(pids) == 2 and caller.returncode == code
+    until(lambda: not any(map(alive, pids)), 20.0)
+    assert said == ("specq: interrupted\n" if code == 130 else "")
+
+
+def test_hang_up_stays_ignored_where_it_is(tmp_path):
+    """Under nohup a sweep goes on; and signals are afterwards what they were."""
+    was = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.getsignal(signal.SIGTERM)
+    seen = {}
+    look = lambda *_: seen.update({n: signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGTERM)})  # noqa: E731
+    request = build(Cell(get_format("bf16"), 0, "greedy"), small_work())
+    try:
+        run_cells(tmp_path, [request], 60.0, command=fake("crash"), done=look)
+        assert seen[signal.SIGHUP] == signal.SIG_IGN == signal.getsignal(signal.SIGHUP)
+        assert callable(seen[signal.SIGTERM]) and seen[signal.SIGTERM] != before == signal.getsignal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, was)
 
 
 @pytest.mark.parametrize("mode", ["crash", "garbage"])

@@ -126,12 +126,20 @@ def _started(command: Sequence[str], log: Path, gpus: str | None) -> Iterator[su
         finally:
             _end_group(process)
             _running.discard(process)
+            with suppress(BrokenPipeError):
+                process.stdin.close()
 
 
 def _go(process: subprocess.Popen, limit: float) -> int | None:
-    """Let a process go on; its exit code, or None when it was ended after `limit` seconds."""
+    """Let a process go on; its exit code, or None when it was ended after `limit` seconds.
+
+    Its standard input stays open: when it ends, the process knows that this one is gone (engine.end_with_caller).
+    """
     try:
-        process.communicate(b"go\n", limit)
+        with suppress(BrokenPipeError):  # gone already
+            process.stdin.write(b"go\n")
+            process.stdin.flush()
+        process.wait(limit)
     except subprocess.TimeoutExpired:
         return None
     finally:
@@ -199,6 +207,26 @@ def lanes(at_once: int, each: int) -> list[str | None]:
     return [",".join(names[i * each : (i + 1) * each]) for i in range(at_once)]
 
 
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP, unless ignored, do what Ctrl-C does, once: further ones do not disturb the ending of processes."""
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # Python hands signals to the main thread alone
+
+    def end(*_: object) -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_cells(
     folder: Path,
     requests: Sequence[CellRequest],
@@ -216,7 +244,7 @@ def run_cells(
     After `stop_after` seconds no further cell is started: kept ones are taken, others pending. `done` is called in this
     thread, as cells end. With `ahead` every entry's next process gets ready while its last one is timed.
     """
-    start, free = clock(), queue.SimpleQueue()
+    start, free, ended = clock(), queue.SimpleQueue(), threading.Event()
     for entry in [(names, threading.Lock()) for names in gpus] * (1 + ahead):
         free.put(entry)
 
@@ -225,19 +253,20 @@ def run_cells(
         try:
             return run_cell(
                 folder, request, limit, command, gpus=mine[0], turn=mine[1],
-                late=lambda: stop_after is not None and clock() - start >= stop_after,
+                late=lambda: ended.is_set() or (stop_after is not None and clock() - start >= stop_after),
             )  # fmt: skip
         finally:
             free.put(mine)
 
     outcomes: dict[str, Outcome] = {}
-    with ThreadPoolExecutor(free.qsize()) as pool:
-        futures = {pool.submit(run, request): request for request in requests}
+    with _ended_in_order(), ThreadPoolExecutor(free.qsize()) as pool:
         try:
+            futures = {pool.submit(run, request): request for request in requests}
             for future in as_completed(futures):
                 outcomes[futures[future].name] = future.result()
                 done(futures[future], outcomes[futures[future].name])
         except BaseException:  # Ctrl-C: the threads only wait for their processes
+            ended.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(_running):
                 _end_group(process)
