@@ -633,3 +633,12 @@ def test_bad_requests_are_refused_before_anything_runs(study, tmp_path):
         with pytest.raises(SpecqError, match=message):
             sweep(study, tmp_path / "x", **changes)
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("synthetic", [{}, {"synthetic": True, "pair": "llama8b-1b"}])
+def test_an_out_that_is_no_directory_is_refused(study, tmp_path, synthetic):
+    (tmp_path / "afile").write_text("mine")
+    for out, why in ((tmp_path / "afile", "it is a file"), (Path("/proc/zz"), "No such file")):
+        with pytest.raises(SpecqError, match=f"cannot write to the directory {out}: {why}"):
+            sweep(study, out, command=fake("crash"), ks=[0], extra=[], **synthetic)
+    assert (tmp_path / "afile").read_text() == "mine"

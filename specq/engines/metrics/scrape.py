@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from specq import files
 from specq.engines.metrics.text import parse
 from specq.errors import SpecqError
 from specq.progress import Reporter
@@ -60,7 +61,7 @@ def scrape(
         raise SpecqError(f"--url takes an address like http://localhost:8000/metrics, not {url!r}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SpecqError(f"{folder} exists already; choose another --out for the scrapes")
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_directory(folder)
     written, missed, why, start = [], 0, "", clock()
     with reporter.task("scraping", span) as done:
         shown, n = 0.0, 0

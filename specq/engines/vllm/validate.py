@@ -147,7 +147,7 @@ class Validation:
 
     def run(self) -> dict:
         """The content of validation.json, which is also written."""
-        self.out.mkdir(parents=True, exist_ok=True)
+        files.make_directory(self.out)
         if not self.work.synthetic:
             parse_version(self.work.version)
             self.reporter.note(
