@@ -1,5 +1,6 @@
 """Validation against an engine in a process of its own: agreement with the replay, failures, resuming, step times."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 from specq import cli
 from specq.cost import Operating, cycle_times
 from specq.cost.table import read_timings
-from specq.engines.vllm import agreement, record, speed
+from specq.engines.vllm import agreement, command, record, speed
 from specq.engines.vllm.command import cells_of, validate_command
 from specq.engines.vllm.plan import Cell, Workload, build, parse_cell
 from specq.engines.vllm.protocol import CellRequest, CellResult, Pass, RequestLog, read_result
@@ -293,6 +294,31 @@ def test_hang_up_stays_ignored_where_it_is(tmp_path):
 def test_failures_are_outcomes(tmp_path, request_of, mode):
     outcome = run_cell(tmp_path, request_of(), 60.0, fake(mode))
     assert outcome.status == "failed" and outcome.result is None and "\n" not in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "statuses"),
+    [
+        ("crash", [], ["failed", "failed"]),
+        ("decode", [], ["ok", "failed"]),
+        ("crash", ["--stop-after", "0"], ["pending", "pending"]),
+    ],
+)
+def test_a_sweep_in_which_nothing_worked_fails_and_keeps_what_it_wrote(
+    study, tmp_path, monkeypatch, mode, options, statuses
+):
+    """For scripts: exit code 2 and a sentence. One cell that worked, or nothing begun, is no failure."""
+    monkeypatch.setenv("FAKE_FAIL", "bf16-k2-probabilistic")
+    made = functools.partial(validate_command, command=fake(mode), version="0.24.0")
+    monkeypatch.setattr(command, "validate_command", made)
+    args = ["--dtype", "bf16", "--k", "0,2", "--passes", "1", "--quiet", "--out", str(tmp_path), *options]
+    done = CliRunner().invoke(cli.app, ["validate", str(study), *args])
+    assert [c["status"] for c in strict_json(tmp_path / "validation.json")["cells"]] == statuses
+    if statuses == ["failed", "failed"]:
+        assert isinstance(done.exception, SpecqError) and done.exception.exit_code == 2
+        assert "no cell worked: 2 of 2" in str(done.exception)
+    else:
+        assert done.exit_code == 0, done.exception
 
 
 WORKER, CORE = "(VllmWorker-0 pid=123) ERROR 11-30 11:22:33 [executor.py:953] ", "(EngineCore pid=7) "
@@ -624,7 +650,15 @@ def test_without_vllm_the_command_says_what_to_install(study, monkeypatch, capsy
 
 def test_bad_requests_are_refused_before_anything_runs(study, tmp_path):
     for changes, message in (
-        ({"passes": 0}, "must be positive"),
+        ({"passes": 0}, "--passes must be positive, not 0"),
+        ({"batch": 0}, "--batch must be positive, not 0"),
+        ({"num_prompts": 0}, "--num-prompts must be positive"),
+        ({"synthetic": True, "pair": "tiny", "context": 0}, "--context must be positive"),
+        ({"limits": Limits(0.0)}, "--time-limit must be positive"),
+        ({"limits": Limits(float("nan"))}, "--time-limit must be positive"),
+        ({"limits": Limits(60.0, -3.0)}, "--stop-after takes seconds, not -3"),
+        ({"memory_share": 1.5}, "--memory-share is a share"),
+        ({"synthetic": True, "pair": "tiny", "probe": True}, "--synthetic has neither texts nor probabilities"),
         ({"dtypes": ["int8_per_tensor"]}, "vLLM has no KV cache format"),
         ({"pair": "tiny"}, "belong to --synthetic"),
         ({"probe": True, "version": "0.33.0"}, "--probe knows the sampler of vLLM 0.24"),

@@ -58,6 +58,17 @@ def _cost(found: Finished, cost: str | None) -> CostModel | None:
         return None  # the study's own cost file is gone: nothing is predicted
 
 
+def _refuse_senseless(positive: Mapping[str, float | None], memory_share: float, stop_after: float | None) -> None:
+    """Raises SpecqError naming the option whose number makes no sense; None is not given."""
+    for name, value in positive.items():
+        if value is not None and not value > 0:
+            raise SpecqError(f"--{name} must be positive, not {value}")
+    if not 0 < memory_share <= 1:
+        raise SpecqError(f"--memory-share is a share of the GPU's memory, beyond 0 and up to 1, not {memory_share}")
+    if stop_after is not None and not stop_after >= 0:
+        raise SpecqError(f"--stop-after takes seconds, not {stop_after}")
+
+
 def validate_command(
     study_dir: Path,
     *,
@@ -87,12 +98,13 @@ def validate_command(
     version = version or installed_version()
     if device:
         found.config = validated(found.config.model_dump() | {"device": device})
-    if (
-        min(passes, tensor_parallel, limits.at_once, batch or 1, num_prompts or 1, context or 1) < 1
-        or not 0 < memory_share <= 1
-    ):
+    _refuse_senseless(
+        {"passes": passes, "tensor-parallel": tensor_parallel, "at-once": limits.at_once, "batch": batch,
+         "num-prompts": num_prompts, "context": context, "time-limit": limits.cell}, memory_share, limits.stop_after
+    )  # fmt: skip
+    if synthetic and probe:
         raise SpecqError(
-            "--passes, --tensor-parallel, --at-once, --batch, --num-prompts and --context must be positive"
+            "--probe records the study's own texts; --synthetic has neither texts nor probabilities to record"
         )
     out = out or study_dir / ("synthetic" if synthetic else "validation")
     cells = cells_of(found, dtypes, ks, extra)
@@ -122,6 +134,13 @@ def validate_command(
     made = Validation(found, cells, work, out, _cost(found, cost), Reporter(quiet), limits, command).run()
     show(made, out)
     return made
+
+
+def refuse_fruitless(made: dict) -> None:
+    """Raises SpecqError when cells of a sweep ended and none of them worked, so that a script sees it; what it wrote stays."""
+    seen = [c["status"] for c in made["cells"]]
+    if "ok" not in seen and (bad := sum(s in FAILURES for s in seen)):
+        raise SpecqError(f"no cell worked: {bad} of {len(seen)} failed or took too long; validation.json says why")
 
 
 def show(made: dict, out: Path) -> None:
