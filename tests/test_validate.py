@@ -23,7 +23,7 @@ from specq import cli
 from specq.cost import Operating, cycle_times
 from specq.cost.table import read_timings
 from specq.engines.vllm import agreement, command, record, speed
-from specq.engines.vllm.command import cells_of, validate_command
+from specq.engines.vllm.command import cells_of, show, validate_command
 from specq.engines.vllm.plan import Cell, Workload, build, parse_cell
 from specq.engines.vllm.protocol import CellRequest, CellResult, Pass, RequestLog, read_result
 from specq.engines.vllm.runner import finished, lanes, last_words, run_cell, run_cells
@@ -319,6 +319,25 @@ def test_a_sweep_in_which_nothing_worked_fails_and_keeps_what_it_wrote(
         assert "no cell worked: 2 of 2" in str(done.exception)
     else:
         assert done.exit_code == 0, done.exception
+
+
+@pytest.mark.parametrize("columns", [30, 60, 80, 200])
+def test_numbers_and_statuses_stay_whole_in_any_terminal(swept, tmp_path, monkeypatch, capsys, columns):
+    """steady stands beside predicted, empty where it is not known; nothing but names and intervals takes several lines."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    made = json.loads(json.dumps(swept[2]))
+    for cell, status in zip(made["cells"], ("pending", "timeout", "failed"), strict=False):
+        cell |= {"status": status, "error": "x"}
+    known, unknown = made["cells"][3:5]
+    known["speedup_measured"]["steady"], unknown["speedup_measured"]["steady"] = 12.3456, None
+    show(made, tmp_path)
+    words = capsys.readouterr().out.split()
+    assert {"pending", "timeout", "failed", "12.346x"} <= set(words)
+    heads = [words.index(x) for x in ("speedup", "steady", "predicted")]
+    assert heads == list(range(heads[0], heads[0] + 3))
+    for cell in (known, unknown):
+        assert f"{cell['speed']['tokens_per_second']:,.0f}" in words
+        assert f"{cell['speedup_measured']['throughput']:.3f}x" in words
 
 
 WORKER, CORE = "(VllmWorker-0 pid=123) ERROR 11-30 11:22:33 [executor.py:953] ", "(EngineCore pid=7) "

@@ -146,28 +146,7 @@ def refuse_fruitless(made: dict) -> None:
 def show(made: dict, out: Path) -> None:
     """Print the cells, the K truly best of every format, and where the file is."""
     console = Terminal()
-    table = Table(box=None, pad_edge=False)
-    for name in ("cell", "emitted", "replay", "difference", "tokens/s", "speedup", "predicted"):
-        table.add_column(name, justify="left" if name == "cell" else "right", no_wrap=name == "cell", overflow="fold")
-    for cell in made["cells"]:
-        if cell["status"] != "ok":
-            table.add_row(escape(cell["name"]), cell["status"])
-            continue
-        agreed = cell.get("agreement")
-        counters = cell["counters"]
-        measured, told, gap = "1", "", ""
-        if agreed:
-            emitted = agreed["emitted"]
-            measured, told = (f"{emitted[x]['value']:.4f}" for x in ("measured", "predicted"))
-            gap = _interval(emitted["difference"])
-        elif counters:
-            measured = f"{counters['mean_emitted']:.4f}"
-        gained, said = cell.get("speedup_measured"), cell.get("speedup_predicted")
-        table.add_row(
-            escape(cell["name"]), measured, told, gap, f"{cell['speed']['tokens_per_second']:,.0f}",
-            f"{gained['throughput']:.3f}x" if gained else "", f"{said['value']:.3f}x" if said and said["value"] else "",
-        )  # fmt: skip
-    console.print(table)
+    console.print(_cell_table(made["cells"]), crop=False)  # what a narrow terminal has no room for, it wraps itself
     for cell in made["cells"]:
         if cell["status"] in FAILURES:
             log = log_of(cells_folder(out), cell["name"])
@@ -179,6 +158,36 @@ def show(made: dict, out: Path) -> None:
     if not made["complete"]:
         console.print("not complete: the same command again runs what is missing", markup=False)
     console.print(f"JSON: {out / 'validation.json'}", soft_wrap=True, markup=False)
+
+
+def _cell_table(cells: Sequence[dict]) -> Table:
+    """A row per cell: what was measured beside what was told, or its status."""
+    rows = [[escape(c["name"]), *(_figures(c) if c["status"] == "ok" else [c["status"]])] for c in cells]
+    table = Table(box=None, pad_edge=False)
+    for i, name in enumerate(("cell", "emitted", "replay", "difference", "tokens/s", "speedup", "steady", "predicted")):
+        # names and intervals may take several lines, a number or a status stays in one piece
+        room = {"cell": 12, "difference": len("difference")}.get(name) or max(
+            len(x) for x in (name, *(r[i] for r in rows if i < len(r)))
+        )
+        table.add_column(name, justify="right" if i else "left", min_width=room, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _figures(cell: dict) -> list[str]:
+    agreed, counters = cell.get("agreement"), cell["counters"]
+    measured, told, gap = "1", "", ""
+    if agreed:
+        emitted = agreed["emitted"]
+        measured, told = (f"{emitted[x]['value']:.4f}" for x in ("measured", "predicted"))
+        gap = _interval(emitted["difference"])
+    elif counters:
+        measured = f"{counters['mean_emitted']:.4f}"
+    gained, said = cell.get("speedup_measured") or {}, cell.get("speedup_predicted") or {}
+    times = [gained.get("throughput"), gained.get("steady"), said.get("value")]
+    speed = f"{cell['speed']['tokens_per_second']:,.0f}"
+    return [measured, told, gap, speed, *("" if x is None else f"{x:.3f}x" for x in times)]
 
 
 def regret_sentence(f: Mapping[str, Any]) -> str:
