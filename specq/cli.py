@@ -245,15 +245,16 @@ def validate(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, for logs.")] = False,
 ) -> None:
     """Run the study's pair in vLLM and set measured acceptance and speed beside the predicted. Resumable."""
-    from specq.engines.vllm.command import validate_command
+    from specq.engines.vllm.command import refuse_fruitless, validate_command
     from specq.engines.vllm.validate import Limits
 
-    validate_command(
+    made = validate_command(
         study_dir, dtypes=dtype or [], ks=_numbers(k, "--k"), extra=cell or [], batch=batch, num_prompts=num_prompts,
         passes=passes, synthetic=synthetic, pair=pair, context=context, cost=cost, probe=probe, eager=eager,
         tensor_parallel=tensor_parallel, memory_share=memory_share, limits=Limits(time_limit, stop_after, at_once),
         device=device, out=out, quiet=quiet,
     )  # fmt: skip
+    refuse_fruitless(made)
 
 
 @app.command("import-metrics")

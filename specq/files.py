@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,6 +90,16 @@ def from_arrow(column: "pa.ChunkedArray") -> np.ndarray:
         return column.to_numpy()
     flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
     return flat.reshape(-1, column.type.list_size)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory that output goes to, and its parents. Raises SpecqError where none can be made or written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        why = "it is a file" if path.is_file() else error.strerror or error
+        raise SpecqError(f"cannot write to the directory {path}: {why}") from error
 
 
 def refuse_foreign(out: Path, kind: str = STUDY) -> None:

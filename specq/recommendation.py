@@ -133,6 +133,8 @@ def recommend(
             f" {max(config.context)}; step times are not"
         )
     warnings += _memory_warnings(decision)
+    curves = (*decision.curves.values(), *decision.base_curves.values())
+    warnings += cost.caveats([c.at for c in curves], config.k_max)
     ratio = {
         f"batch {b}, context {c}": float(x.times[0] / decision.base_curves[b, c].times[0])
         for (b, c), x in decision.curves.items()

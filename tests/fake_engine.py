@@ -4,7 +4,8 @@
 
 Modes: `decode` steps a small engine through `specq.engines.vllm.engine.measure`, so that all but vLLM's own classes is the real
 code (with acceptance as prescribed and no models where the request asks for dummy weights); `crash`; `hang`, with a child
-that outlives it; `garbage`. A name in FAKE_FAIL (comma-separated cells) crashes in any mode.
+that outlives it; `alone`, which hangs too and ends with its caller as the engine does; `garbage`. A name in FAKE_FAIL
+(comma-separated cells) crashes in any mode.
 """
 
 import itertools
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+from specq.engines.vllm.engine import end_with_caller
 from specq.engines.vllm.protocol import CellRequest, CellResult
 
 
@@ -24,9 +26,14 @@ def go_wrong(mode, asked, out):
     if mode == "crash" or request.name in os.environ.get("FAKE_FAIL", "").split(","):
         print("INFO starting\nValueError: Selected backend is not valid for this configuration")
         sys.exit(1)
-    if mode == "hang":
+    if mode == "alone":
+        sys.stdin.readline()
+        end_with_caller()
+    if mode in ("hang", "alone"):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        Path(out).with_suffix(".pids").write_text(f"{os.getpid()} {child.pid}")
+        told = Path(out).with_suffix(".pids")
+        told.with_suffix(".tmp").write_text(f"{os.getpid()} {child.pid}")
+        os.replace(told.with_suffix(".tmp"), told)
         time.sleep(600)
     if mode == "garbage":
         Path(out).write_text('{"digest": 1')

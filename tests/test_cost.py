@@ -9,7 +9,7 @@ import pytest
 from specq import pairs
 from specq.config import DRAWS
 from specq.cost import Operating, cycle_time_draws, cycle_times, measured
-from specq.cost.base import Scaled
+from specq.cost.base import FreeDraft, Scaled
 from specq.cost.gpus import Efficiency, get_gpu, gpus, parse_gpus
 from specq.cost.roofline import Roofline
 from specq.cost.spec import build, parse_cost
@@ -271,3 +271,53 @@ def test_steps_that_waited_for_launches_are_named():
     for share in (0.4, None):
         assert measured.launch_warning({"launching_share": share}) == []
     assert measured.launch_warning({}) == []
+
+
+# ---------------------------------------------------------------- what a table stretches
+
+
+def at(batch, context, target="bf16", draft="bf16"):
+    return Operating(batch, context, target, draft)
+
+
+def test_a_table_of_one_point_says_where_else_it_is_used():
+    """One point serves all batches and contexts, by the rule; the sentence names it and every other that it stands for."""
+    table = TableCost([timing(kind, 32, 4192, n) for kind, n in (("draft", 1), ("target", 1), ("target", 5))], "t", {})
+    assert table.caveats([at(32, 4192)], 4) == []
+    (said,) = table.caveats([at(1, 512), at(32, 4192), at(64, 131072), at(1, 512)], 4)
+    assert "step times of t are of batch 32, context 4192 alone" in said
+    assert "stand here for batch 1, context 512 and batch 64, context 131072 as well" in said
+    two = TableCost([timing(k, batch=b, new=n) for k in ("draft", "target") for b in (1, 9) for n in (1, 5)], "t", {})
+    assert two.caveats([at(4, 64)], 4) == []  # between two points of its own
+
+
+def test_a_draft_timed_at_one_point_is_named_unless_it_costs_nothing():
+    table = TableCost([timing("draft"), *(timing(batch=b, new=n) for b in (2, 9) for n in (1, 5))], "t", {})
+    assert len(table.caveats([at(9, 64)], 4)) == 1
+    assert len(Scaled(table, 2.0).caveats([at(9, 64)], 4)) == 1
+    assert FreeDraft(table).caveats([at(9, 64)], 4) == []
+
+
+@pytest.mark.parametrize(
+    ("new", "k_max", "says"),
+    [
+        ((1, 5), 4, None),
+        ((1, 5), 8, "with bf16 for K = 0 and 4 only: between them it is interpolated, beyond K = 4 that of K = 4 is taken,"
+         " which flatters K = 5 to 8"),
+        ((1, 2, 3), 3, "for K = 0, 1 and 2 only: beyond K = 2 that of K = 2 is taken, which flatters K = 3"),
+        ((1,), 1, "for K = 0 only: beyond K = 0"),
+    ],
+)  # fmt: skip
+def test_k_beyond_the_timed_new_tokens_is_said(new, k_max, says):
+    found = TableCost([timing("draft"), *(timing(new=n) for n in new)], "t", {}).caveats([at(2, 64)], k_max)
+    assert found == [] if says is None else says in found[0] and len(found) == 1
+
+
+def test_formats_that_are_timed_alike_share_a_sentence():
+    table = TableCost([timing("draft"), *(timing(new=n, fmt=f) for f in ("bf16", "fp8_e4m3") for n in (1, 5))], "t", {})
+    (said,) = table.caveats([at(2, 64), at(2, 64, "fp8_e4m3")], 8)
+    assert "with bf16 and fp8_e4m3 for" in said
+
+
+def test_a_formula_has_no_caveats():
+    assert perfect().caveats([at(1, 1), at(999, 10**6)], 64) == []

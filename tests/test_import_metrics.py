@@ -4,6 +4,7 @@ import http.client
 import json
 import re
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -467,6 +468,25 @@ def test_command_prints_and_writes_strict_json(tmp_path):
     assert re.search(r"0\.6448", done.output)
     found = json.loads((tmp_path / "o" / "metrics.json").read_text(), parse_constant=pytest.fail)
     assert found["choice"]["largest_measured"] == 3
+
+
+def test_an_out_that_is_no_directory_ends_in_a_sentence(tmp_path):
+    """A file that is there stays what it is; where no directory can be made the reason is told, before a server is asked."""
+    files = [tmp_path / f"{n}.prom" for n in (1, 2)]
+    for n, path in enumerate(files):
+        path.write_text(page(100 + n, 300 + 3 * n, 150 + n))
+    before = files[1].read_text()
+    for out, why in (
+        (files[1], "it is a file"),
+        (files[1] / "x", "Not a directory"),
+        (Path("/proc/zz"), "No such file"),
+    ):
+        done = CliRunner().invoke(app, ["import-metrics", str(files[0]), "--out", str(out)])
+        assert isinstance(done.exception, SpecqError)
+        assert f"cannot write to the directory {out}: {why}" in str(done.exception)
+    assert files[1].read_text() == before
+    with pytest.raises(SpecqError, match="cannot write to the directory /proc/zz"):
+        scraped([], Path("/proc/zz"))
 
 
 def test_a_model_is_chosen_where_there_are_models(tmp_path):

@@ -19,7 +19,7 @@ from specq.errors import SpecqError
 from specq.finished import load, reconfigured
 from specq.kv import get_format
 from specq.report.schema import Recommendation
-from specq.tune_command import parse_mix
+from specq.tune_command import parse_mix, tune_command
 
 
 def write_prompts(path, count=8, seed=0):
@@ -101,6 +101,27 @@ def test_a_timings_file_decides_and_its_change_is_noticed(studies, tmp_path):
     path.write_text(json.dumps(records[::-1]))
     with pytest.raises(SpecqError, match="has changed since"):
         reconfigured(config, {})
+
+
+def test_a_file_of_one_point_warns_where_it_was_not_timed(studies, tmp_path, capsys):
+    """One batch and context serves all others, K beyond its new tokens the last one's time: recommendation.json and the
+    terminal say so, and say nothing of it where the file was timed."""
+    _, folder = studies["both"]
+    cases = [("draft", 1, f) for f in ("bf16",)] + [("target", n, f) for f in ("bf16", "fp8", "int8") for n in (1, 3)]
+    records = [{"kind": k, "batch": 32, "context": 4192, "new_tokens": n, "kv_format": f, "seconds": 0.01 * n}
+               for k, n, f in cases]  # fmt: skip
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(records))
+    tune_command(folder, {"cost": str(path), "batch": (1, 64), "context": (512,)}, None, tmp_path / "new")
+    shown = " ".join(capsys.readouterr().out.split())
+    for fmt in ("fp8", "int8"):
+        warnings = strict_json(tmp_path / "new" / fmt / "recommendation.json")["warnings"]
+        (point,) = [w for w in warnings if "batch 32, context 4192 alone" in w]
+        assert "batch 1, context 512 and batch 64, context 512" in point
+        assert sum("flatters K = 3 to 4" in w for w in warnings) == 1
+    assert shown.count("flatters K = 3") == 2
+    there = again(folder, cost=str(path), batch=(32,), context=(4192,))["fp8_e4m3"].recommendation.warnings
+    assert not any("alone" in w for w in there) and any("flatters" in w for w in there)
 
 
 def test_the_command_takes_under_two_seconds_and_no_torch(studies, tmp_path):

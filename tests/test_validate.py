@@ -1,10 +1,14 @@
 """Validation against an engine in a process of its own: agreement with the replay, failures, resuming, step times."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +22,8 @@ from typer.testing import CliRunner
 from specq import cli
 from specq.cost import Operating, cycle_times
 from specq.cost.table import read_timings
-from specq.engines.vllm import agreement, record, speed
-from specq.engines.vllm.command import cells_of, validate_command
+from specq.engines.vllm import agreement, command, record, speed
+from specq.engines.vllm.command import cells_of, show, validate_command
 from specq.engines.vllm.plan import Cell, Workload, build, parse_cell
 from specq.engines.vllm.protocol import CellRequest, CellResult, Pass, RequestLog, read_result
 from specq.engines.vllm.runner import finished, lanes, last_words, run_cell, run_cells
@@ -230,21 +234,163 @@ def test_time_limit_ends_the_whole_process_group(tmp_path, request_of):
     assert len(pids) == 2 and not any(map(alive, pids))
 
 
+CALLER = """
+import functools, sys
+from specq import cli
+from specq.engines.vllm import command
+fake = functools.partial(command.validate_command, command=tuple(sys.argv[1].split("|")), version="0.24.0")
+command.validate_command = fake
+sys.argv[1:2] = ["validate"]
+cli.main()
+"""
+
+
+def until(done, seconds=60.0):
+    """The first true value of `done()`, looked at for so long at most."""
+    end = time.monotonic() + seconds
+    while not (found := done()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "mode", "code"),
+    [("SIGTERM", "hang", 130), ("SIGHUP", "hang", 130), ("SIGINT", "hang", 130), ("SIGKILL", "alone", -9)],
+)
+def test_a_sweep_that_is_ended_leaves_no_engine_behind(study, tmp_path, number, mode, code):
+    """However specq ends, its engine and the engine's children end as well; of its own accord where specq was killed."""
+    command = [sys.executable, "-c", CALLER, "|".join(fake(mode)), str(study), "--k", "0", "--dtype", "bf16", "--out",
+               str(tmp_path / "o"), "--quiet"]  # fmt: skip
+    orderly = lambda: [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGHUP)]  # noqa: E731
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=orderly) as caller:
+        try:
+            pids = [int(p) for p in until(lambda: [*(tmp_path / "o").glob("cells/*.pids")])[0].read_text().split()]
+            caller.send_signal(getattr(signal, number))
+            said = caller.communicate(timeout=60)[1]
+        finally:
+            caller.kill()
+    assert len(pids) == 2 and caller.returncode == code
+    until(lambda: not any(map(alive, pids)), 20.0)
+    assert said == ("specq: interrupted\n" if code == 130 else "")
+
+
+def test_hang_up_stays_ignored_where_it_is(tmp_path):
+    """Under nohup a sweep goes on; and signals are afterwards what they were."""
+    was = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.getsignal(signal.SIGTERM)
+    seen = {}
+    look = lambda *_: seen.update({n: signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGTERM)})  # noqa: E731
+    request = build(Cell(get_format("bf16"), 0, "greedy"), small_work())
+    try:
+        run_cells(tmp_path, [request], 60.0, command=fake("crash"), done=look)
+        assert seen[signal.SIGHUP] == signal.SIG_IGN == signal.getsignal(signal.SIGHUP)
+        assert callable(seen[signal.SIGTERM]) and seen[signal.SIGTERM] != before == signal.getsignal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, was)
+
+
 @pytest.mark.parametrize("mode", ["crash", "garbage"])
 def test_failures_are_outcomes(tmp_path, request_of, mode):
     outcome = run_cell(tmp_path, request_of(), 60.0, fake(mode))
     assert outcome.status == "failed" and outcome.result is None and "\n" not in outcome.error
 
 
-def test_last_words_are_the_exception(tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "options", "statuses"),
+    [
+        ("crash", [], ["failed", "failed"]),
+        ("decode", [], ["ok", "failed"]),
+        ("crash", ["--stop-after", "0"], ["pending", "pending"]),
+    ],
+)
+def test_a_sweep_in_which_nothing_worked_fails_and_keeps_what_it_wrote(
+    study, tmp_path, monkeypatch, mode, options, statuses
+):
+    """For scripts: exit code 2 and a sentence. One cell that worked, or nothing begun, is no failure."""
+    monkeypatch.setenv("FAKE_FAIL", "bf16-k2-probabilistic")
+    made = functools.partial(validate_command, command=fake(mode), version="0.24.0")
+    monkeypatch.setattr(command, "validate_command", made)
+    args = ["--dtype", "bf16", "--k", "0,2", "--passes", "1", "--quiet", "--out", str(tmp_path), *options]
+    done = CliRunner().invoke(cli.app, ["validate", str(study), *args])
+    assert [c["status"] for c in strict_json(tmp_path / "validation.json")["cells"]] == statuses
+    if statuses == ["failed", "failed"]:
+        assert isinstance(done.exception, SpecqError) and done.exception.exit_code == 2
+        assert "no cell worked: 2 of 2" in str(done.exception)
+    else:
+        assert done.exit_code == 0, done.exception
+
+
+@pytest.mark.parametrize("columns", [30, 60, 80, 200])
+def test_numbers_and_statuses_stay_whole_in_any_terminal(swept, tmp_path, monkeypatch, capsys, columns):
+    """steady stands beside predicted, empty where it is not known; nothing but names and intervals takes several lines."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    made = json.loads(json.dumps(swept[2]))
+    for cell, status in zip(made["cells"], ("pending", "timeout", "failed"), strict=False):
+        cell |= {"status": status, "error": "x"}
+    known, unknown = made["cells"][3:5]
+    known["speedup_measured"]["steady"], unknown["speedup_measured"]["steady"] = 12.3456, None
+    show(made, tmp_path)
+    words = capsys.readouterr().out.split()
+    assert {"pending", "timeout", "failed", "12.346x"} <= set(words)
+    heads = [words.index(x) for x in ("speedup", "steady", "predicted")]
+    assert heads == list(range(heads[0], heads[0] + 3))
+    for cell in (known, unknown):
+        assert f"{cell['speed']['tokens_per_second']:,.0f}" in words
+        assert f"{cell['speedup_measured']['throughput']:.3f}x" in words
+
+
+WORKER, CORE = "(VllmWorker-0 pid=123) ERROR 11-30 11:22:33 [executor.py:953] ", "(EngineCore pid=7) "
+HARMLESS = "(MainProcess pid=1) WARNING 11-30 10:39:03 [base.py:380] "
+POINTERS = [
+    CORE + "Exception: WorkerProc initialization failed due to an exception in a background process. See stack trace for root"
+    " cause.",
+    "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}",
+]  # fmt: skip
+TRACE = ["Traceback (most recent call last):", '  File "vllm/attention.py", line 482, in forward']
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([CORE + "ValueError: head size 64 is not supported", *POINTERS, "bye"], "ValueError: head size 64 is not supported"),
+        ([], "it said nothing"),
+        # in a worker's log, before those that point to it
+        ([WORKER + x for x in (*TRACE, "ValueError: Available memory is less than desired CPU memory utilization")]
+         + POINTERS, "ValueError: Available memory is less than desired CPU memory utilization"),
+        # what is logged below ERROR did not fail, also after what did
+        ([WORKER + "ValueError: the cause", *(HARMLESS + x for x in (*TRACE, "ValueError: Tokenizer not available"))],
+         "ValueError: the cause"),
+        ([HARMLESS + "ValueError: Tokenizer not available", "Killed"], "Killed"),
+        # a traceback ends with its exception, whatever that is called, between lines of other processes
+        ([WORKER + TRACE[0], HARMLESS + "downloading", WORKER + TRACE[1], WORKER + "torch.Unsupported: no", *POINTERS],
+         "torch.Unsupported: no"),
+        # an assertion without words of its own
+        ([CORE + x for x in (*TRACE, "    assert dtype in {'fp8'}", "AssertionError")] + POINTERS,
+         "AssertionError: assert dtype in {'fp8'}"),
+        ([CORE + x for x in (TRACE[0], "torch.Unsupported: Data-dependent assertion failed (graph)", "from user code:",
+                              "    assert dtype in {'fp8'}")] + POINTERS,
+         "torch.Unsupported: Data-dependent assertion failed (graph): assert dtype in {'fp8'}"),
+        (["\x1b[0;36m(EngineCore pid=7)\x1b[0;0m ValueError: coloured", *POINTERS], "ValueError: coloured"),
+        (POINTERS, POINTERS[1]),  # better than nothing
+    ],
+)  # fmt: skip
+def test_last_words_are_the_cause(tmp_path, lines, said):
     path = tmp_path / "log"
-    path.write_text(
-        "(EngineCore pid=7) ValueError: head size 64 is not supported\nRuntimeError: Engine core initialization failed. See"
-        " root cause above.\nbye\n"
-    )
-    assert last_words(path) == "(EngineCore pid=7) ValueError: head size 64 is not supported"
-    path.write_text("")
-    assert last_words(path) == "it said nothing"
+    path.write_text("\n".join([*lines, ""]))
+    assert last_words(path) == said
+
+
+def test_a_failed_cell_names_its_log_as_the_user_finds_it(study, monkeypatch, capsys):
+    """The path begins with what was given as --out, in one piece; validation.json, which may move, has none."""
+    monkeypatch.chdir(study)
+    monkeypatch.setenv("COLUMNS", "40")
+    made = sweep(study, Path("a/b"), fake("crash"), dtypes=["bf16"], ks=[0], extra=[], quiet=False)
+    shown = capsys.readouterr()
+    for told in (shown.out, shown.err):
+        path = told.partition("log: ")[2].splitlines()[0]
+        assert path == "a/b/cells/bf16-k0.log" and "ValueError: Selected backend" in Path(path).read_text()
+    assert made["cells"][0]["error"] == "ValueError: Selected backend is not valid for this configuration (exit code 1)"
 
 
 def test_stop_after_leaves_cells_pending(study):
@@ -523,7 +669,15 @@ def test_without_vllm_the_command_says_what_to_install(study, monkeypatch, capsy
 
 def test_bad_requests_are_refused_before_anything_runs(study, tmp_path):
     for changes, message in (
-        ({"passes": 0}, "must be positive"),
+        ({"passes": 0}, "--passes must be positive, not 0"),
+        ({"batch": 0}, "--batch must be positive, not 0"),
+        ({"num_prompts": 0}, "--num-prompts must be positive"),
+        ({"synthetic": True, "pair": "tiny", "context": 0}, "--context must be positive"),
+        ({"limits": Limits(0.0)}, "--time-limit must be positive"),
+        ({"limits": Limits(float("nan"))}, "--time-limit must be positive"),
+        ({"limits": Limits(60.0, -3.0)}, "--stop-after takes seconds, not -3"),
+        ({"memory_share": 1.5}, "--memory-share is a share"),
+        ({"synthetic": True, "pair": "tiny", "probe": True}, "--synthetic has neither texts nor probabilities"),
         ({"dtypes": ["int8_per_tensor"]}, "vLLM has no KV cache format"),
         ({"pair": "tiny"}, "belong to --synthetic"),
         ({"probe": True, "version": "0.33.0"}, "--probe knows the sampler of vLLM 0.24"),
@@ -532,3 +686,12 @@ def test_bad_requests_are_refused_before_anything_runs(study, tmp_path):
         with pytest.raises(SpecqError, match=message):
             sweep(study, tmp_path / "x", **changes)
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("synthetic", [{}, {"synthetic": True, "pair": "llama8b-1b"}])
+def test_an_out_that_is_no_directory_is_refused(study, tmp_path, synthetic):
+    (tmp_path / "afile").write_text("mine")
+    for out, why in ((tmp_path / "afile", "it is a file"), (Path("/proc/zz"), "No such file")):
+        with pytest.raises(SpecqError, match=f"cannot write to the directory {out}: {why}"):
+            sweep(study, out, command=fake("crash"), ks=[0], extra=[], **synthetic)
+    assert (tmp_path / "afile").read_text() == "mine"

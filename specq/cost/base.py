@@ -4,8 +4,8 @@ A cycle with K drafted tokens costs K draft steps of one token, one target step 
 plain decoding costs one target step over one position (docs/method.md, "From acceptance to K").
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -28,6 +28,10 @@ class CostModel(Protocol):
         """The same under resampled measurements, one value per bootstrap draw; one value in all where none is noisy."""
         ...
 
+    def caveats(self, points: "Sequence[Operating]", k_max: int) -> list[str]:
+        """A sentence for each thing that makes its step times for K = 0..k_max at `points` less than what they seem."""
+        ...
+
 
 class FreeDraft:
     """A cost model whose draft steps take no time, for drafts that run no model (n-gram lookup)."""
@@ -44,6 +48,10 @@ class FreeDraft:
     def step_time_draws(self, kind: Kind, *case: object) -> np.ndarray:
         """See CostModel."""
         return np.zeros(1) if kind == "draft" else self.cost.step_time_draws(kind, *case)
+
+    def caveats(self, points: "Sequence[Operating]", k_max: int) -> list[str]:
+        """Those of the target's step times: no format's draft steps are asked for."""
+        return self.cost.caveats([replace(at, draft_format="none") for at in points], k_max)
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,10 @@ class Scaled:
     def step_time_draws(self, kind: Kind, batch: int, context: int, new_tokens: int, kv_format: str) -> np.ndarray:
         """Seconds per draw."""
         return self._factor(kind) * self.cost.step_time_draws(kind, batch, context, new_tokens, kv_format)
+
+    def caveats(self, points: "Sequence[Operating]", k_max: int) -> list[str]:
+        """The other model's."""
+        return self.cost.caveats(points, k_max)
 
     def _factor(self, kind: Kind) -> float:
         return self.draft if kind == "draft" else 1.0

@@ -17,12 +17,13 @@ all-reduces per layer). A draft whose heads do not divide by n runs on one GPU. 
 factors to timings.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specq.cost.base import Kind
+from specq.cost.base import Kind, Operating
 from specq.cost.gpus import Efficiency, Gpu
 from specq.errors import SpecqError
 from specq.kv import get_format
@@ -114,6 +115,10 @@ class Roofline:
     def step_time_draws(self, kind: Kind, batch: int, context: int, new_tokens: int, kv_format: str) -> np.ndarray:
         """A formula has no measurement noise: one value."""
         return np.array([self.step_time(kind, batch, context, new_tokens, kv_format)])
+
+    def caveats(self, points: Sequence[Operating], k_max: int) -> list[str]:
+        """None: a formula holds everywhere alike, and `details` say what it is."""
+        return []
 
     def terms(self, kind: Kind, batch: int, context: int, new_tokens: int, kv_format: str) -> Terms:
         """The parts of one step's time, before efficiencies."""

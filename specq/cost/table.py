@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from specq.config import DRAWS
-from specq.cost.base import Kind
+from specq.cost.base import Kind, Operating
 from specq.errors import SpecqError
 
 
@@ -59,7 +59,7 @@ class TableCost:
     """Linear between a table's new tokens, batches and contexts; flat beyond its new tokens.
 
     Batches and contexts beyond the table are refused. When every record of a kind and format names one batch and context
-    only, those serve all batches and contexts.
+    only, those serve all batches and contexts, and `caveats` says so.
     """
 
     def __init__(self, records: Sequence[Timing], source: str, details: dict, fixed: float = 0.0) -> None:
@@ -123,6 +123,44 @@ class TableCost:
         """Seconds per resampling of the measurements, [DRAWS]; the point value alone, [1], for an exact table."""
         row = self._row(kind, batch, context, new_tokens, kv_format)
         return row[1:] if len(row) > 1 else row
+
+    def caveats(self, points: Sequence[Operating], k_max: int) -> list[str]:
+        """Points that step times of one other point serve, and K whose verification is longer than any that was timed."""
+        used = [(kind, name, (at.batch, at.context)) for at in points
+                for kind, name in (("draft", at.draft_format), ("target", at.target_format))]  # fmt: skip
+        out = []
+        for timed in sorted({self.grid(kind, name)[0] for kind, name, _ in used if len(self.grid(kind, name)) == 1}):
+            served = {at for kind, name, at in used if self.grid(kind, name) == [timed]} - {timed}
+            if served:
+                out.append(
+                    f"step times of {self.source} are of {_point(timed)} alone, and stand here for"
+                    f" {_listed(map(_point, sorted(served)), '; ')} as well: time it there, or take a roofline calibrated on it"
+                )
+        short: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for name in dict.fromkeys(at.target_format for at in points):
+            curves = [
+                tuple(int(n) - 1 for n in x) for key, (x, _) in self._curves.items() if key[:2] == ("target", name)
+            ]
+            if curves:
+                short[min(curves, key=max)].append(name)
+        for ks, names in short.items():
+            if k_max > (last := ks[-1]):
+                between = "between them it is interpolated, " if len(ks) <= last else ""
+                out.append(
+                    f"{self.source} has the time of verification with {_listed(names)} for K = {_listed(map(str, ks))} only:"
+                    f" {between}beyond K = {last} that of K = {last} is taken, which flatters K = {last + 1}"
+                    + (f" to {k_max}" if k_max > last + 1 else "")
+                )
+        return out
+
+
+def _point(at: tuple[int, int]) -> str:
+    return f"batch {at[0]}, context {at[1]}"
+
+
+def _listed(names: Iterable[str], between: str = ", ") -> str:
+    *most, last = names
+    return f"{between.join(most)} and {last}" if most else last
 
 
 def _bracket(x: int, have: set[int]) -> list[tuple[int, float]]:

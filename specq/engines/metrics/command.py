@@ -82,7 +82,7 @@ def import_metrics_command(
     if draft_cost is not None and found.get("marginal_survival"):
         found["choice"] = choose_k([s["value"] for s in found["marginal_survival"]], draft_cost)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        files.make_directory(out)
         files.write_json(out / "metrics.json", found)
     if as_json:
         import json

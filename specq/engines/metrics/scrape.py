@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from specq import files
 from specq.engines.metrics.text import Engine, parse
 from specq.errors import Interrupted, SpecqError
 from specq.progress import Reporter
@@ -56,7 +57,7 @@ def scrape(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SpecqError(f"{folder} exists already; choose another --out for the scrapes")
     with _keeping(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_directory(folder)
         written, missed, why, start = [], 0, "", clock()
         with reporter.task("scraping", span) as done:
             shown, n = 0.0, 0

@@ -12,8 +12,15 @@ from specq.config import validated
 from specq.cost import CostModel
 from specq.engines.vllm.plan import Cell, grid, parse_cell, served
 from specq.engines.vllm.record import recommended_k
-from specq.engines.vllm.runner import ENGINE
-from specq.engines.vllm.validate import Limits, Validation, installed_version, synthetic_workload, workload
+from specq.engines.vllm.runner import ENGINE, FAILURES, log_of
+from specq.engines.vllm.validate import (
+    Limits,
+    Validation,
+    cells_folder,
+    installed_version,
+    synthetic_workload,
+    workload,
+)
 from specq.errors import SpecqError
 from specq.finished import Finished, load, reconfigured
 from specq.progress import Reporter
@@ -51,6 +58,17 @@ def _cost(found: Finished, cost: str | None) -> CostModel | None:
         return None  # the study's own cost file is gone: nothing is predicted
 
 
+def _refuse_senseless(positive: Mapping[str, float | None], memory_share: float, stop_after: float | None) -> None:
+    """Raises SpecqError naming the option whose number makes no sense; None is not given."""
+    for name, value in positive.items():
+        if value is not None and not value > 0:
+            raise SpecqError(f"--{name} must be positive, not {value}")
+    if not 0 < memory_share <= 1:
+        raise SpecqError(f"--memory-share is a share of the GPU's memory, beyond 0 and up to 1, not {memory_share}")
+    if stop_after is not None and not stop_after >= 0:
+        raise SpecqError(f"--stop-after takes seconds, not {stop_after}")
+
+
 def validate_command(
     study_dir: Path,
     *,
@@ -80,12 +98,13 @@ def validate_command(
     version = version or installed_version()
     if device:
         found.config = validated(found.config.model_dump() | {"device": device})
-    if (
-        min(passes, tensor_parallel, limits.at_once, batch or 1, num_prompts or 1, context or 1) < 1
-        or not 0 < memory_share <= 1
-    ):
+    _refuse_senseless(
+        {"passes": passes, "tensor-parallel": tensor_parallel, "at-once": limits.at_once, "batch": batch,
+         "num-prompts": num_prompts, "context": context, "time-limit": limits.cell}, memory_share, limits.stop_after
+    )  # fmt: skip
+    if synthetic and probe:
         raise SpecqError(
-            "--passes, --tensor-parallel, --at-once, --batch, --num-prompts and --context must be positive"
+            "--probe records the study's own texts; --synthetic has neither texts nor probabilities to record"
         )
     out = out or study_dir / ("synthetic" if synthetic else "validation")
     cells = cells_of(found, dtypes, ks, extra)
@@ -117,34 +136,21 @@ def validate_command(
     return made
 
 
+def refuse_fruitless(made: dict) -> None:
+    """Raises SpecqError when cells of a sweep ended and none of them worked, so that a script sees it; what it wrote stays."""
+    seen = [c["status"] for c in made["cells"]]
+    if "ok" not in seen and (bad := sum(s in FAILURES for s in seen)):
+        raise SpecqError(f"no cell worked: {bad} of {len(seen)} failed or took too long; validation.json says why")
+
+
 def show(made: dict, out: Path) -> None:
     """Print the cells, the K truly best of every format, and where the file is."""
     console = Terminal()
-    table = Table(box=None, pad_edge=False)
-    for name in ("cell", "emitted", "replay", "difference", "tokens/s", "speedup", "predicted"):
-        table.add_column(name, justify="left" if name == "cell" else "right", no_wrap=name == "cell", overflow="fold")
+    console.print(_cell_table(made["cells"]), crop=False)  # what a narrow terminal has no room for, it wraps itself
     for cell in made["cells"]:
-        if cell["status"] != "ok":
-            table.add_row(escape(cell["name"]), cell["status"])
-            continue
-        agreed = cell.get("agreement")
-        counters = cell["counters"]
-        measured, told, gap = "1", "", ""
-        if agreed:
-            emitted = agreed["emitted"]
-            measured, told = (f"{emitted[x]['value']:.4f}" for x in ("measured", "predicted"))
-            gap = _interval(emitted["difference"])
-        elif counters:
-            measured = f"{counters['mean_emitted']:.4f}"
-        gained, said = cell.get("speedup_measured"), cell.get("speedup_predicted")
-        table.add_row(
-            escape(cell["name"]), measured, told, gap, f"{cell['speed']['tokens_per_second']:,.0f}",
-            f"{gained['throughput']:.3f}x" if gained else "", f"{said['value']:.3f}x" if said and said["value"] else "",
-        )  # fmt: skip
-    console.print(table)
-    for cell in made["cells"]:
-        if cell["status"] in ("failed", "timeout"):
-            console.print(f"{cell['name']}: {cell['error']}", markup=False)
+        if cell["status"] in FAILURES:
+            log = log_of(cells_folder(out), cell["name"])
+            console.print(f"{cell['name']}: {cell['error']}; log: {log}", markup=False, soft_wrap=True)
     for name, f in made["formats"].items():
         console.print(f"{name}: {regret_sentence(f)}", markup=False)
     for warning in made["warnings"]:
@@ -152,6 +158,36 @@ def show(made: dict, out: Path) -> None:
     if not made["complete"]:
         console.print("not complete: the same command again runs what is missing", markup=False)
     console.print(f"JSON: {out / 'validation.json'}", soft_wrap=True, markup=False)
+
+
+def _cell_table(cells: Sequence[dict]) -> Table:
+    """A row per cell: what was measured beside what was told, or its status."""
+    rows = [[escape(c["name"]), *(_figures(c) if c["status"] == "ok" else [c["status"]])] for c in cells]
+    table = Table(box=None, pad_edge=False)
+    for i, name in enumerate(("cell", "emitted", "replay", "difference", "tokens/s", "speedup", "steady", "predicted")):
+        # names and intervals may take several lines, a number or a status stays in one piece
+        room = {"cell": 12, "difference": len("difference")}.get(name) or max(
+            len(x) for x in (name, *(r[i] for r in rows if i < len(r)))
+        )
+        table.add_column(name, justify="right" if i else "left", min_width=room, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _figures(cell: dict) -> list[str]:
+    agreed, counters = cell.get("agreement"), cell["counters"]
+    measured, told, gap = "1", "", ""
+    if agreed:
+        emitted = agreed["emitted"]
+        measured, told = (f"{emitted[x]['value']:.4f}" for x in ("measured", "predicted"))
+        gap = _interval(emitted["difference"])
+    elif counters:
+        measured = f"{counters['mean_emitted']:.4f}"
+    gained, said = cell.get("speedup_measured") or {}, cell.get("speedup_predicted") or {}
+    times = [gained.get("throughput"), gained.get("steady"), said.get("value")]
+    speed = f"{cell['speed']['tokens_per_second']:,.0f}"
+    return [measured, told, gap, speed, *("" if x is None else f"{x:.3f}x" for x in times)]
 
 
 def regret_sentence(f: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """The adapter to vLLM, and the only module that imports it: one cell, in a process of its own.
 
-    python -m specq.engines.vllm.engine REQUEST.json RESULT.json      imports vLLM, then waits for a line on standard input
+    python -m specq.engines.vllm.engine REQUEST.json RESULT.json      imports vLLM, then waits for a line on standard input,
+                                                                      and is ended where that ends before the cell does
 
 Written against vLLM 0.24 and 0.32: LLM(...), LLMEngine.add_request / step / has_unfinished_requests, LLM.get_metrics()
 (Counter.value, Vector.values), SamplingParams with RequestOutputKind.DELTA. The engine is stepped by hand so that tokens
@@ -8,7 +9,9 @@ arrive step by step, which neither generate() nor 0.24's request metrics tell.
 """
 
 import os
+import signal
 import sys
+import threading
 import time
 from copy import deepcopy
 from datetime import UTC, datetime
@@ -98,6 +101,23 @@ def _environment() -> tuple[dict[str, str], str]:
     return {"vllm": vllm.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}, device
 
 
+def end_with_caller() -> None:
+    """From now on, end this process and its group when standard input does: whoever started it is gone, however that ended.
+
+    Workers and the GPU's memory would outlive it otherwise. File descriptor 0 is read, not sys.stdin, whose lock a thread
+    that waits must not hold when Python ends.
+    """
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)  # started by hand, in a group that is not its own
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def main(request_path: str, result_path: str) -> None:
     """Run the cell of REQUEST.json and write RESULT.json, whole or not at all."""
     request = CellRequest.model_validate_json(Path(request_path).read_text(encoding="utf-8"))
@@ -113,6 +133,7 @@ def main(request_path: str, result_path: str) -> None:
 
     if not sys.stdin.readline():
         sys.exit("SystemExit: whoever started this cell is gone")
+    end_with_caller()
     digest = request.digest
     llm = LLM(**deepcopy(request.engine))  # 0.24 writes types of torch into the configuration it is given
     passes, counters = measure(

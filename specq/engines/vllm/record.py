@@ -279,6 +279,9 @@ def _warnings(v: "Validation") -> list[str]:
             f"texts of {v.work.longest} tokens come close to the models' {v.work.positions} positions: there vLLM stops"
             f" drafting for the whole batch, and at K = {max(cut)} acceptance is lower for that reason alone"
         )
+    if v.cost is not None:
+        points = [Operating(v.work.batch, v.context, c.fmt.name, "bf16") for c in v.cells if _is_main(v, c)]
+        out += v.cost.caveats(points, max(c.k for c in v.cells))
     if v.work.probe:
         out.append("timed with the probe, which waits for the device in every step: step times are not a server's")
     if v.work.eager:

@@ -28,6 +28,11 @@ ENGINE = (sys.executable, "-m", "specq.engines.vllm.engine")
 _running: set[subprocess.Popen] = set()
 GRACE = 10.0  # seconds between asking a process to end and ending it
 LINGER = 2.0  # seconds for what was ended to be gone
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+PREFIX = re.compile(  # of vLLM's log: (process pid=1) LEVEL date time [file:line]
+    r"(?:\((\w[^()]*\bpid=[^()]*)\) ?)?(?:(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?(.*)"
+)
+EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Exit):")
 BACKEND = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? backend")
 
 
@@ -42,8 +47,14 @@ class Outcome:
     backends: tuple[str, ...] = ()
 
 
+FAILURES = ("failed", "timeout")  # what an engine that was started came to, if not ok
 ALONE = nullcontext()  # no other cell waits for these GPUs
 PENDING = Outcome("pending", error="not started: the time of --stop-after was over")
+
+
+def log_of(folder: Path, name: str) -> Path:
+    """Where the engine's output of a cell is."""
+    return folder / f"{name}.log"
 
 
 def finished(folder: Path, request: CellRequest) -> CellResult | None:
@@ -71,7 +82,7 @@ def run_cell(
     this process's. turn: held while the cell has its GPUs. late: whether it shall not be run any more.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    log, out = folder / f"{request.name}.log", folder / f"{request.name}.result.json"
+    log, out = log_of(folder, request.name), folder / f"{request.name}.result.json"
     kept = finished(folder, request)
     if kept is not None:
         return Outcome("ok", kept, backends=_backends(log))
@@ -87,9 +98,9 @@ def run_cell(
         code = _go(process, limit)
         took = time.monotonic() - began
     if code is None:
-        return Outcome("timeout", error=f"not done after {limit:.0f} s; see {log.name}", seconds=took)
+        return Outcome("timeout", error=f"not done after {limit:.0f} s", seconds=took)
     if code or not out.is_file():
-        return Outcome("failed", error=f"{last_words(log)} (exit code {code}; see {log.name})", seconds=took)
+        return Outcome("failed", error=f"{last_words(log)} (exit code {code})", seconds=took)
     try:
         return Outcome("ok", read_result(out.read_text(encoding="utf-8"), request), None, took, _backends(log))
     except SpecqError as error:
@@ -115,12 +126,20 @@ def _started(command: Sequence[str], log: Path, gpus: str | None) -> Iterator[su
         finally:
             _end_group(process)
             _running.discard(process)
+            with suppress(BrokenPipeError):
+                process.stdin.close()
 
 
 def _go(process: subprocess.Popen, limit: float) -> int | None:
-    """Let a process go on; its exit code, or None when it was ended after `limit` seconds."""
+    """Let a process go on; its exit code, or None when it was ended after `limit` seconds.
+
+    Its standard input stays open: when it ends, the process knows that this one is gone (engine.end_with_caller).
+    """
     try:
-        process.communicate(b"go\n", limit)
+        with suppress(BrokenPipeError):  # gone already
+            process.stdin.write(b"go\n")
+            process.stdin.flush()
+        process.wait(limit)
     except subprocess.TimeoutExpired:
         return None
     finally:
@@ -145,11 +164,29 @@ def _end_group(process: subprocess.Popen) -> None:
 
 
 def last_words(log: Path) -> str:
-    """The line of a log that says why a process failed: the last exception's that does not point to another, else the last."""
-    lines = [x.strip() for x in log.read_text(encoding="utf-8", errors="replace").split("\n") if x.strip()]
-    errors = [x for x in lines if re.match(r"(?:\(.*?\) )?(?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*:", x)]
-    causes = [x for x in errors if "See root cause above" not in x]
-    return (causes or errors or lines or ["it said nothing"])[-1][:300]
+    """The line of a log that says why a process failed: the last exception's that does not point to another, else the last.
+
+    An exception ends a traceback or stands by its name; what vLLM logs below ERROR did not fail. Where the exception says
+    only that an assertion failed, the assertion is added.
+    """
+    lines, errors, asserted, inside = [], [], "", {}
+    for raw in log.read_text(encoding="utf-8", errors="replace").split("\n"):
+        who, level, line = PREFIX.match(COLOURS.sub("", raw)).groups()
+        if line.strip():
+            lines.append(line.strip())
+        if level not in (None, "ERROR", "CRITICAL") or not line.strip():
+            continue
+        if line.startswith("Traceback (most recent call last)"):
+            inside[who] = True
+        elif line.strip().startswith("assert "):
+            asserted = line.strip()
+        elif not line[0].isspace() and (inside.pop(who, False) or EXCEPTION.match(line)):
+            errors.append(line.strip())
+    causes = [x for x in errors if "root cause" not in x]
+    said = (causes or errors or lines or ["it said nothing"])[-1]
+    if re.search(r"assertion failed|^AssertionError$", said) and asserted:
+        said += f": {asserted}"
+    return said[:300]
 
 
 def _backends(log: Path) -> tuple[str, ...]:
@@ -170,6 +207,26 @@ def lanes(at_once: int, each: int) -> list[str | None]:
     return [",".join(names[i * each : (i + 1) * each]) for i in range(at_once)]
 
 
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP, unless ignored, do what Ctrl-C does, once: further ones do not disturb the ending of processes."""
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # Python hands signals to the main thread alone
+
+    def end(*_: object) -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_cells(
     folder: Path,
     requests: Sequence[CellRequest],
@@ -187,7 +244,7 @@ def run_cells(
     After `stop_after` seconds no further cell is started: kept ones are taken, others pending. `done` is called in this
     thread, as cells end. With `ahead` every entry's next process gets ready while its last one is timed.
     """
-    start, free = clock(), queue.SimpleQueue()
+    start, free, ended = clock(), queue.SimpleQueue(), threading.Event()
     for entry in [(names, threading.Lock()) for names in gpus] * (1 + ahead):
         free.put(entry)
 
@@ -196,19 +253,20 @@ def run_cells(
         try:
             return run_cell(
                 folder, request, limit, command, gpus=mine[0], turn=mine[1],
-                late=lambda: stop_after is not None and clock() - start >= stop_after,
+                late=lambda: ended.is_set() or (stop_after is not None and clock() - start >= stop_after),
             )  # fmt: skip
         finally:
             free.put(mine)
 
     outcomes: dict[str, Outcome] = {}
-    with ThreadPoolExecutor(free.qsize()) as pool:
-        futures = {pool.submit(run, request): request for request in requests}
+    with _ended_in_order(), ThreadPoolExecutor(free.qsize()) as pool:
         try:
+            futures = {pool.submit(run, request): request for request in requests}
             for future in as_completed(futures):
                 outcomes[futures[future].name] = future.result()
                 done(futures[future], outcomes[futures[future].name])
         except BaseException:  # Ctrl-C: the threads only wait for their processes
+            ended.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(_running):
                 _end_group(process)

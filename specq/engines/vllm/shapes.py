@@ -44,7 +44,8 @@ def config_directories(pair: pairs.Pair, folder: Path) -> tuple[tuple[str, str],
             found.append(str(Path(side.source).resolve()))
             continue
         path = folder / role
-        path.mkdir(parents=True, exist_ok=True)
+        files.make_directory(folder)
+        path.mkdir(exist_ok=True)
         files.write_json(path / "config.json", llama_config(side.shape))
         found.append(str(path.resolve()))
     if shapes[0].vocab != shapes[1].vocab:

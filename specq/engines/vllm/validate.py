@@ -15,7 +15,7 @@ from specq.engines.vllm.plan import Cell, Workload, build, random_prompts
 from specq.engines.vllm.protocol import CellRequest
 from specq.engines.vllm.record import validation_json
 from specq.engines.vllm.replayed import Replayer, counted
-from specq.engines.vllm.runner import ENGINE, Outcome, lanes, run_cells
+from specq.engines.vllm.runner import ENGINE, FAILURES, Outcome, lanes, log_of, run_cells
 from specq.engines.vllm.shapes import config_directories
 from specq.errors import SpecqError
 from specq.finished import Finished
@@ -30,6 +30,11 @@ class Limits:
     cell: float = 900.0
     stop_after: float | None = None
     at_once: int = 1
+
+
+def cells_folder(out: Path) -> Path:
+    """Where a sweep's requests, results and logs are."""
+    return out / "cells"
 
 
 def installed_version() -> str:
@@ -136,13 +141,13 @@ class Validation:
         self.found, self.cells, self.work, self.out, self.cost = found, cells, work, out, cost
         self.reporter, self.limits, self.command = reporter, limits, command
         self.requests: dict[str, CellRequest] = {c.name: build(c, work) for c in cells}
-        self.folder = out / "cells"
+        self.folder = cells_folder(out)
         self.outcomes: dict[str, Outcome] = {}
         self.agreements: dict[str, dict] = {}
 
     def run(self) -> dict:
         """The content of validation.json, which is also written."""
-        self.out.mkdir(parents=True, exist_ok=True)
+        files.make_directory(self.out)
         if not self.work.synthetic:
             parse_version(self.work.version)
             self.reporter.note(
@@ -153,7 +158,8 @@ class Validation:
             def note(request: CellRequest, outcome: Outcome) -> None:
                 self.outcomes[request.name] = outcome
                 if outcome.status != "ok":
-                    self.reporter.note(f"{request.name}: {outcome.status}: {outcome.error}")
+                    log = f"; log: {log_of(self.folder, request.name)}" if outcome.status in FAILURES else ""
+                    self.reporter.note(f"{request.name}: {outcome.status}: {outcome.error}{log}")
                 tick(1)
                 self._write()
 
