@@ -195,6 +195,9 @@ def capacity(
 def cost(
     timings: Annotated[Path, typer.Argument(help="Measured step times (JSON), or a validation.json.")],
     gpus: Annotated[str, typer.Option(help="What they were measured on: h200, 8xh100, MINE.toml.")],
+    share: Annotated[
+        Path | None, typer.Option(help="Times of one GPU's share of those steps: tells communication from the rest.")
+    ] = None,
     pair: Annotated[str | None, typer.Option(help="Registered pair; `specq pairs` lists them.")] = None,
     target: Annotated[
         str | None, typer.Option(help="Target model: directory (config.json suffices) or hub id.")
@@ -210,8 +213,9 @@ def cost(
     from specq.cost_command import cost_command
 
     cost_command(
-        timings, gpus=gpus, pair=pair, target=target, draft=draft, weight_bytes=weight_bytes, out=out, as_json=as_json
-    )
+        timings, gpus=gpus, share=share, pair=pair, target=target, draft=draft, weight_bytes=weight_bytes, out=out,
+        as_json=as_json,
+    )  # fmt: skip
 
 
 @app.command()

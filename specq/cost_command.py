@@ -1,6 +1,7 @@
 """What `specq cost` does: efficiency factors from measured step times, and the roofline beside the measurement."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from specq import files
 from specq.capacity_command import pair_shapes
 from specq.cost.calibration import Calibration, fit
 from specq.cost.gpus import Gpu, parse_gpus
-from specq.cost.table import read_file
+from specq.cost.table import Timing, TimingFile, read_file
 from specq.errors import SpecqError
 from specq.terminal import Terminal
 
@@ -29,6 +30,7 @@ def cost_command(
     timings: Path,
     *,
     gpus: str,
+    share: Path | None,
     pair: str | None,
     target: str | None,
     draft: str | None,
@@ -45,7 +47,7 @@ def cost_command(
     main, second = pair_shapes(pair, target, draft, weight_bytes)
     file = read_file(str(timings))
     shapes = {"target": main} | ({"draft": second} if second else {})
-    found = fit(file.records, shapes, gpu, count, timings.name, file.share_of)
+    found = fit(file.records, shapes, gpu, count, timings.name, file.share_of, _share(share, file, count))
     found.check(timings)
     if out is not None:
         files.write_text(out, as_toml(replace(gpu, efficiency=found.efficiency)))
@@ -61,6 +63,19 @@ def cost_command(
         console.print(f"written: {out}, for --cost roofline:{out}", soft_wrap=True, markup=False)
 
 
+def _share(path: Path | None, whole: TimingFile, gpus: int) -> Sequence[Timing]:
+    """The timings of one GPU's share in a file beside that of whole steps. Raises SpecqError where they are no such two."""
+    if path is None:
+        return ()
+    file = read_file(str(path))
+    if whole.share_of or file.share_of != gpus:
+        raise SpecqError(
+            f"--share takes times of one GPU's share of {gpus} ({path} holds"
+            f" {f'a share of {file.share_of}' if file.share_of else 'whole steps'}) beside times of whole steps over {gpus}"
+        )
+    return file.records
+
+
 def show(console: Terminal, found: Calibration) -> None:
     """The factors, how far the roofline is from the timings by kind and format, and what to be wary of."""
     console.print(factor_table(found))
@@ -73,7 +88,10 @@ def show(console: Terminal, found: Calibration) -> None:
         )
     if found.undetermined:
         names = ", ".join(found.undetermined)
-        console.print(f"these timings say little about {names}: near what was assumed, not measured", markup=False)
+        console.print(
+            f"these timings hardly tell {names} from the other factors: by themselves the values mean little",
+            markup=False,
+        )
     if found.impossible:
         names = ", ".join(found.impossible)
         console.print(

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from specq import files, pairs
+from specq import __version__, files, pairs
 from specq.cost.table import read_file
 from specq.errors import SpecqError, printable
 from specq.kv import get_format
@@ -251,7 +251,8 @@ def describe(pair: str, gpus: int, share_of: int | None, attention: dict) -> dic
     start = f"torchrun --nproc-per-node {gpus}" if gpus > 1 else "python"
     options = f" --share {share_of}" if share_of else ""
     return {
-        "pair": pair, "gpus": gpus, "share_of": share_of, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "pair": pair, "gpus": gpus, "share_of": share_of, "gpu": torch.cuda.get_device_name(), "specq": __version__,
+        "torch": torch.__version__,
         "triton": triton.__version__, "cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "attention": attention, "command": f"{start} -m studies.step_times --pair {pair}{options} --out DIR",
     }  # fmt: skip
@@ -265,7 +266,7 @@ def resumed(folder: Path, machine: dict) -> list[dict]:
         return []
     before = files.read_json(folder / "machine.json")
     for key, value in machine.items():
-        if before.get(key) != value:
+        if key != "command" and before.get(key) != value:
             raise SpecqError(
                 f"{folder} was measured with {key} = {before.get(key)}, here it is {value}: give another --out"
             )

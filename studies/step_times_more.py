@@ -68,7 +68,10 @@ def vllm_section(made: Mapping[str, Any], cost: TableCost, pair: str) -> list[st
     lines = [
         "## The same shape in vLLM, acceptance synthetic",
         "",
-        f"`specq validate STUDY --synthetic --pair {pair} --tensor-parallel {engine['tensor_parallel_size']}`:"
+        f"`specq validate STUDY --synthetic --pair {pair} --tensor-parallel {engine['tensor_parallel_size']}"
+        f" {' '.join(f'--dtype {d}' for d in dict.fromkeys(c['target_kv_dtype'] for c in made['cells']))} --k"
+        f" {','.join(map(str, dict.fromkeys(c['num_speculative_tokens'] for c in made['cells'])))} --batch {batch} --context"
+        f" {context - work['output_tokens'] // 2} --num-prompts {work['prompts']} --passes {work['passes']}`:"
         f" {engine['tensor_parallel_size']} x {engine['device']}, vLLM {engine['vllm']}, torch {engine['versions']['torch']},"
         f" {', '.join(engine['dates'])}, {engine['timing_mode']}; dummy weights, {batch} requests in flight, {context:,} tokens"
         f" of context on average, {work['output_tokens']} tokens out, passes timed: {work['passes']}. The cycle is the median"
@@ -77,8 +80,8 @@ def vllm_section(made: Mapping[str, Any], cost: TableCost, pair: str) -> list[st
         " run. Own steps are those above, interpolated between their contexts, with the draft's cache in BF16; in vLLM"
         f" {engine['vllm']} the draft's cache has the target's format.",
         "",
-        "| KV cache | K | backend | ms per cycle, vLLM (steps) | own steps | own over vLLM, less 1 | emitted | speedup, vLLM |"
-        " own steps | throughput, vLLM | time per token, vLLM |",
+        "| KV cache | K | backend | ms per cycle, vLLM (steps) | own steps | own over vLLM, less 1 | emitted (counted) |"
+        " speedup, vLLM | own steps | throughput, vLLM | time per token, vLLM |",
         "|" + 11 * " --- |",
     ]
     cells = [c for c in made["cells"] if c["status"] == "ok" and c["speed"]["cycle_seconds_repeats"]]
@@ -91,7 +94,7 @@ def vllm_section(made: Mapping[str, Any], cost: TableCost, pair: str) -> list[st
         lines.append(
             f"| {fmt} | {k} | {', '.join(c['attention_backends_logged'])} | {1e3 * times[fmt, k]:.1f}"
             f" ({c['speed']['steady_steps']}) | {1e3 * own[k]:.1f} | {100 * (own[k] / times[fmt, k] - 1):+.0f} % |"
-            f" {tokens:.3f} | {vllm[0]} | {tokens * own[0] / own[k]:.2f} | {vllm[1]} | {vllm[2]} |"
+            f" {tokens:.3f}{counted(c)} | {vllm[0]} | {tokens * own[0] / own[k]:.2f} | {vllm[1]} | {vllm[2]} |"
         )
     lines += ["", *ratios(times), *left_out(made)]
     return lines
@@ -105,6 +108,11 @@ def seconds(cell: Mapping[str, Any]) -> float:
 def emitted(cell: Mapping[str, Any]) -> float:
     """Emitted per cycle at the rates that were asked for."""
     return 1 + sum(cell.get("asked_marginal_survival") or ())
+
+
+def counted(cell: Mapping[str, Any]) -> str:
+    """What the engine's counters said of it, in brackets."""
+    return f" ({cell['counters']['mean_emitted']:.3f})" if cell.get("counters") else ""
 
 
 def ratios(times: Mapping[tuple[str, int], float]) -> list[str]:

@@ -35,7 +35,9 @@ def page(pair: str, folder: Path) -> None:
     registered = {"target": found.target.shape, "draft": found.draft.shape}
     shapes = {role: ModelShape.of_registered(s) for role, s in registered.items()}
     gpu = get_gpu("h200")
-    calibration = fit(records, shapes, gpu, over, "timings.json", file.share_of)
+    beside = read_file(str(folder / "share.json")).records if (folder / "share.json").exists() else ()
+    names = "timings.json and share.json" if beside else "timings.json"
+    calibration = fit(records, shapes, gpu, over, names, file.share_of, beside)
     roofline = Roofline(gpu, *shapes.values(), over)
     fitted = Roofline(gpu, *shapes.values(), over, calibration)
     files.write_json(folder / "calibrated.json", asdict(calibration.efficiency))
@@ -67,8 +69,10 @@ def page(pair: str, folder: Path) -> None:
         "## Best K and speedup over plain decoding in the same format, if each draft is accepted with probability alpha",
         "",
         f"K is the smallest within 1 % of the best, up to {K_MAX}, the largest that was timed (where {K_MAX} stands, more may"
-        f" be better); behind it the best speedup. Times between {', '.join(map(str, NEW))} new tokens are interpolated; the"
-        " draft's cache is BF16.",
+        f" be better); behind it the best speedup. Times between {', '.join(map(str, NEW))} new tokens are interpolated, and"
+        " times that fall with more new tokens evened out (noise); the draft's cache is BF16. Repeats scatter by"
+        f" {100 * scatter(records):.1f} % (median of the relative standard deviations), but points that were not timed together"
+        f" by more: {drift(times)}",
         "",
         *(added_section(steps) if file.share_of else []),
         *gains_section(table, times),
@@ -79,6 +83,24 @@ def page(pair: str, folder: Path) -> None:
     files.write_text(folder / "README.md", "\n".join(map(wrapped, lines)) + "\n")
     whose = f"one GPU's share of {over}, measured on one {machine['gpu']}, and assumed communication"
     plot(table, times, folder / "speed.png", f"alpha 0.8, {whose if file.share_of else f'{over} x ' + machine['gpu']}")
+
+
+def scatter(records: Sequence[Timing]) -> float:
+    """Median relative standard deviation of the repeats; 0 where none were kept."""
+    kept = [np.std(r.repeats, ddof=1) / np.mean(r.repeats) for r in records if r.repeats]
+    return float(np.median(kept)) if kept else 0.0
+
+
+def drift(times: dict) -> str:
+    """How much a plain step of one row at the second context is below that at the first, where it should be above."""
+    first, second = ([times.get(("target", f, 1, c, 1)) for f in FORMATS] for c in CONTEXTS[:2])
+    falls = [1 - b.seconds / a.seconds for a, b in zip(first, second, strict=True) if a and b]
+    return (
+        f"a plain step of one row at {CONTEXTS[1]:,} tokens comes out up to {100 * max(falls):.1f} % below that at"
+        f" {CONTEXTS[0]:,}."
+        if falls and max(falls) > 0
+        else "none is seen here."
+    )
 
 
 def more(folder: Path, steps: Steps, pair: str) -> list[str]:
@@ -172,19 +194,26 @@ def times_section(times: dict, before: dict, after: dict, share_of: int | None) 
 def calibration_section(calibration: Calibration, times: dict, before: dict, after: dict) -> list[str]:
     """The factors found, and the roofline's errors over all points: by new tokens, of a format's ratio, of speedups."""
     e = calibration.efficiency
-    unknown = (
-        f" Not determined by the times: {', '.join(calibration.undetermined)}." if calibration.undetermined else ""
-    )
+    unknown = ""
+    if calibration.undetermined:
+        unknown = f" The times hardly tell from the other factors: {', '.join(calibration.undetermined)}."
+    beside = ""
+    if len(calibration.beside):
+        rms = np.sqrt(np.mean(np.square(calibration.beside - 1)))
+        beside = (
+            f" One GPU's share of these steps, by itself (share.json), was fitted together with them, so that communication is"
+            f" told from the rest; there the error is {100 * rms:.1f} % (root mean square of {len(calibration.beside)})."
+        )
     ratios = [format_ratio_error(after, at) for at in after if at[1] != "bf16" and of_bf16(at) in after]
     rows = [("target", f"{n} new" if n == 1 else f"{n} new (K = {n - 1})", n) for n in NEW]
     rows += [("draft", "draft, 1 new", 1)]
     return [
         f"## The roofline beside all {len(after)} points",
         "",
-        f"Calibrated: bandwidth x {e.bandwidth:.2f}, matrix rate x {e.matrix:.2f} in products and x {e.attention:.2f} in"
-        f" attention, {1e6 * e.layer_seconds:.1f} microseconds a layer (norms, rotary embedding and the gaps between kernels"
-        f" are in it), {1e6 * e.step_seconds:.0f} a step (calibrated.json).{unknown} Every point with both errors:"
-        " [roofline.csv](roofline.csv).",
+        f"Calibrated on these very points: bandwidth x {e.bandwidth:.2f}, matrix rate x {e.matrix:.2f} in products and x"
+        f" {e.attention:.2f} in attention, {1e6 * e.layer_seconds:.1f} microseconds a layer (norms, rotary embedding and the"
+        f" gaps between kernels are in it), {1e6 * e.step_seconds:.0f} a step, {1e6 * e.reduce_seconds:.1f} an all-reduce, link"
+        f" x {e.link:.2f} (calibrated.json).{beside}{unknown} Every point with both errors: [roofline.csv](roofline.csv).",
         "",
         "| roofline over measured, less 1 | points | assumed: mean, largest | calibrated: mean, root mean square, largest |",
         "| --- | --- | --- | --- |",

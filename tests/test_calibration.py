@@ -104,6 +104,21 @@ def test_one_gpus_share_gives_its_rates_and_leaves_the_link(tmp_path):
         assert step == pytest.approx(cost.calibration.seconds[i] + link, rel=1e-12)
 
 
+def test_a_share_beside_whole_steps_tells_communication_from_the_rest():
+    """Whole steps alone hardly tell a layer's waiting from its two all-reduces. With the share's times every factor that made
+    both is found, and the errors of both are the noise."""
+    truth = replace(TRUTH, step_seconds=0.0, layer_seconds=80e-6, reduce_seconds=60e-6)
+    whole, alone = timings(truth, 2, noise=0.01), timings(truth, 2, noise=0.01, seed=1, alone=True)
+    lone, found = fit(whole, SHAPES, H200, 2), fit(whole, SHAPES, H200, 2, share=alone)
+    assert "layer_seconds" in lone.undetermined and lone.efficiency.layer_seconds < truth.layer_seconds / 2
+    for name in ("bandwidth", "matrix", "attention", "link", "layer_seconds", "reduce_seconds"):
+        assert getattr(found.efficiency, name) == pytest.approx(getattr(truth, name), rel=0.15), name
+    assert len(found.residuals) == len(whole) and len(found.beside) == len(alone)
+    for errors in (found.residuals, np.log(found.beside)):
+        assert 0.005 < np.sqrt(np.mean(errors**2)) < 0.015
+    assert found.as_dict()["share_relative_error_rms"] == pytest.approx(np.sqrt(np.mean(np.log(found.beside) ** 2)))
+
+
 def test_a_share_is_no_step(tmp_path):
     """As a table of step times a share's file is refused, and so is any other number of GPUs: one sentence, code 2."""
     path, _ = share_file(tmp_path / "t.json")
@@ -122,7 +137,7 @@ def test_a_share_is_no_step(tmp_path):
     assert bad.returncode == 2 and "they calibrate 2xh200" in bad.stderr and "Traceback" not in bad.stderr
     out = tmp_path / "mine.toml"
     said = run("cost", path, "--gpus", "2xh200", "--pair", "llama8b-1b", "--out", out, COLUMNS="160")
-    assert said.returncode == 0 and "say little about link, reduce_seconds" in said.stdout, said.stderr
+    assert said.returncode == 0 and "hardly tell link, reduce_seconds" in said.stdout, said.stderr
     assert "one GPU's share of 2, compared without communication" in said.stdout
     again = build(parse_cost(f"roofline:2x{out}"), *SHAPES.values())
     fitted = build(parse_cost(f"roofline:2xh200@{path}"), *SHAPES.values())

@@ -4,15 +4,16 @@
 
 `fit` finds the factors of `specq.cost.gpus.Efficiency` by least squares of log(roofline / measured), every timing alike.
 Rates enter as logarithms, times as square roots, so that none becomes negative and a time may be 0. A weak pull towards the
-factors assumed so far decides those that the timings say nothing about; which ones is told. A roofline's error is of its
-form and no noise, so no interval is given: the residuals are.
+factors assumed so far decides those that the timings say nothing about; which ones they hardly tell from the others, and so
+mean little by themselves, is said. A roofline's error is of its form and no noise, so no interval is given: the residuals are.
 
 Timings of one GPU's share of N (`TimingFile.share_of`) are compared with the roofline without communication; the link's
-factors stay as assumed.
+factors stay as assumed. Beside whole steps they tell communication from the rest, which whole steps alone do badly: two
+all-reduces a layer look like a layer's own waiting, and a slow link like slow products.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ PULL = 0.01  # residual of one unit of distance from the assumed factors: of a r
 SCALE = {"layer_seconds": 10e-6, "step_seconds": 100e-6, "reduce_seconds": 10e-6}
 STARTS = ((0.8,), (0.6, 0.15), (1.0, 5.0))  # bandwidth; matrix; square roots of all times in SCALE
 OTHER = float(np.log(2))  # rms of log(roofline / measured) beyond which times are of another model
+RATES = ("bandwidth", "matrix", "attention")
+LINK = ("link", "reduce_seconds")
 OWN = 0.5  # a factor is the timings' own where they give more than this share of what is known about it
 
 
@@ -40,7 +43,7 @@ class Calibration:
 
     share: how much of each factor comes from the timings, 0..1, the rest being the pull to what was assumed.
     seconds: the calibrated roofline's for every timing. share_of: N where both are of one GPU's share of N, without
-    communication.
+    communication. beside: roofline over measured of the timings of a share that were given beside whole steps.
     """
 
     file: str
@@ -50,6 +53,7 @@ class Calibration:
     timings: tuple[Timing, ...]
     seconds: np.ndarray
     share_of: int | None = None
+    beside: np.ndarray = field(default_factory=lambda: np.ones(0))
 
     @property
     def residuals(self) -> np.ndarray:
@@ -58,7 +62,7 @@ class Calibration:
 
     @property
     def undetermined(self) -> list[str]:
-        """Factors that the timings say little about: they stay near what was assumed."""
+        """Factors that the timings hardly tell from the others: by themselves their values mean little."""
         return [name for name, share in self.share.items() if share < OWN]
 
     @property
@@ -112,6 +116,7 @@ class Calibration:
             "share_of": self.share_of,
             "relative_error_rms": _rms(self.residuals),
             "relative_error_largest": float(np.abs(self.residuals).max()),
+            "share_relative_error_rms": _rms(np.log(self.beside)) if len(self.beside) else None,
             "undetermined": self.undetermined,
             "share_from_timings": self.share,
             "groups": self.groups(),
@@ -129,50 +134,61 @@ def fit(
     gpus: int = 1,
     file: str = "timings",
     share_of: int | None = None,
+    share: Sequence[Timing] = (),
 ) -> Calibration:
     """Efficiency factors of `gpus` x `gpu` from timings of the models of `shapes` ("target" and, where timed, "draft").
 
-    With `share_of` (= gpus) the timings are of one GPU's share, without communication. Raises SpecqError for timings of a
-    kind without a shape or of a share of another number of GPUs, and for formats that the models cannot have.
+    With `share_of` (= gpus) the timings are of one GPU's share, without communication; `share` are such timings beside whole
+    steps, and tell what in a step is communication. Raises SpecqError for timings of a kind without a shape or of a share of
+    another number of GPUs, and for formats that the models cannot have.
     """
-    from scipy.optimize import least_squares
-
-    if missing := sorted({t.kind for t in timings} - shapes.keys()):
+    if missing := sorted({t.kind for t in (*timings, *share)} - shapes.keys()):
         raise SpecqError(f"{file} holds timings of a {missing[0]}, whose shape is not given")
     if share_of not in (None, gpus):
         raise SpecqError(
             f"{file} holds times of one GPU's share of {share_of}: they calibrate {share_of}x{gpu.name}, not {gpus}"
         )
-    names, link = ["bandwidth", "matrix", "attention", "layer_seconds", "step_seconds"], ["link", "reduce_seconds"]
-    if gpus > 1 and not share_of:
-        names += link
     roofline = Roofline(gpu, shapes["target"], shapes.get("draft", shapes["target"]), gpus)
-    terms = _together(roofline.terms(t.kind, t.batch, t.context, t.new_tokens, t.kv_format) for t in timings)
-    predicted = terms.alone if share_of else terms.seconds
-    measured = np.log([t.seconds for t in timings])
-    middle = _coordinates(gpu.efficiency, names)
+    parts = [roofline.terms(t.kind, t.batch, t.context, t.new_tokens, t.kv_format) for t in (*timings, *share)]
+    terms, whole = _together(parts), 0 if share_of else len(timings)
+    measured = np.log([t.seconds for t in (*timings, *share)])
 
-    def error(x: np.ndarray) -> np.ndarray:
-        return np.log(predicted(_efficiency(gpu.efficiency, names, x))) - measured
+    def predicted(e: Efficiency) -> np.ndarray:
+        return terms.alone(e) + np.where(np.arange(len(parts)) < whole, terms.communication(e), 0.0)
+
+    names = [*RATES, "layer_seconds", "step_seconds", *(LINK if gpus > 1 and whole else ())]
+    best, known = _solved(names, gpu.efficiency, predicted, measured, terms)
+    source = f"calibrated on {file}"
+    if share_of:
+        source += f", one GPU's share of {share_of}, but link and reduce_seconds {gpu.efficiency.source}"
+        known |= dict.fromkeys(LINK, 0.0)
+    found = replace(best, source=source)
+    seconds = predicted(found)
+    n = len(timings)
+    return Calibration(
+        file, gpu.efficiency, found, known, tuple(timings), seconds[:n], share_of, (seconds / np.exp(measured))[n:]
+    )
+
+
+def _solved(
+    names: Sequence[str], assumed: Efficiency, predicted: Callable, measured: np.ndarray, terms: Terms
+) -> tuple[Efficiency, dict[str, float]]:
+    """(factors `names` by least squares, the others as assumed; how much of each the timings determine)."""
+    from scipy.optimize import least_squares
+
+    middle = _coordinates(assumed, names)
 
     def cost(x: np.ndarray) -> np.ndarray:
-        return np.concatenate([error(x), PULL * (x - middle)])
+        return np.concatenate([np.log(predicted(_efficiency(assumed, names, x))) - measured, PULL * (x - middle)])
 
     def solve(bandwidth: float, matrix: float, waits: float) -> "OptimizeResult":
-        rates = {"bandwidth": bandwidth, "matrix": matrix, "attention": matrix, "link": gpu.efficiency.link}
+        rates = {"bandwidth": bandwidth, "matrix": matrix, "attention": matrix, "link": assumed.link}
         return least_squares(cost, [np.log(rates[n]) if n in rates else waits for n in names], x_scale=0.3)
 
     # the larger of two bounds makes several valleys
     best = min((solve(*start) for start in product(*STARTS)), key=lambda result: result.cost)
-    source = f"calibrated on {file}"
-    if share_of:
-        source += f", one GPU's share of {share_of}, but link and reduce_seconds {gpu.efficiency.source}"
-    found = replace(_efficiency(gpu.efficiency, names, best.x), source=source)
-    seconds = predicted(found)
-    share = _shares(best.jac[: len(timings)], names, best.x, terms, seconds)
-    if share_of:
-        share |= dict.fromkeys(link, 0.0)
-    return Calibration(file, gpu.efficiency, found, share, tuple(timings), seconds, share_of)
+    found = _efficiency(assumed, names, best.x)
+    return found, _shares(best.jac[: len(measured)], names, best.x, terms, predicted(found))
 
 
 def _shares(

@@ -67,7 +67,8 @@ def section(config: Mapping[str, Any]) -> str:
     assumptions = (
         f"Assumptions: mu is what K = {config['k']} accepts, in every format alike; every depth accepts alike (S_k = alpha^k);",
         f"the draft's cache stays BF16; K is the smallest within 1 % of the best, up to {config['k_max']}, the largest that",
-        f"was timed: where {config['k_max']} stands, more may be better.",
+        f"was timed: where {config['k_max']} stands, more may be better; between the numbers of new tokens that were timed",
+        "times are interpolated, and differences of a few percent at batch 1 are within what the steps themselves scatter.",
         f"A format that also cost {config['lost']:g} accepted tokens would move K by at most {steps} and take up to",
         f"{100 * share:.1f} % of the speed. Step times are specq's own kernels', without an engine's scheduler",
         f"([measured]({RESULTS}/README.md)): {system.steps_told}.",

@@ -117,7 +117,8 @@ def _where_from(priced: Sequence[Priced], where: str) -> str:
     timed = next(s for p in priced for s in p.systems if s.k_timed is not None)
     return (
         f"*Steps measured*: {timed.steps_told} ([step times](../llama70b-1b/README.md)), up to K = {timed.k_timed},"
-        " interpolated between the numbers of new tokens that were timed, and without an interval; taken where"
+        " interpolated between the numbers of new tokens that were timed, times that fall with more of them evened out (noise),"
+        " and without an interval; taken where"
         f" {where}. *Roofline*: a closed form, with assumed efficiencies or, where a file is named, with those fitted to its"
         " step times."
     )
@@ -227,7 +228,7 @@ def losses(priced: Sequence[Priced], k: int, engine: Mapping[str, Any]) -> Claim
     A case is a point and a format. The claim holds in it where some mu below MARGINAL pays with BF16 and not with the format;
     break-even + 1 is a ratio of times, and has to differ by more than MATTERS.
     """
-    rows, outcome, measured, above = [], [], [], []
+    rows, outcome, measured, sure, above = [], [], [], [], []
     for system, batch, context in points(priced, (2048, 32768), k):
         if not system.fits(batch, context, "bf16"):
             continue
@@ -235,14 +236,19 @@ def losses(priced: Sequence[Priced], k: int, engine: Mapping[str, Any]) -> Claim
         raised = [at[f] + 1 > (at["bf16"] + 1) * (1 + MATTERS) for f in (FP8, INT8)]
         holds = [up and at["bf16"] < MARGINAL for up in raised]
         outcome += holds
-        measured += holds if system.k_timed is not None else []
+        if system.k_timed is not None:
+            measured += holds
+            draws = {f: system.break_even_draws(batch, context, f, k) + 1 for f in FORMATS}
+            low = [np.quantile(draws[f] / draws["bf16"], 0.025) for f in (FP8, INT8)]
+            sure += [held and x > 1 + MATTERS for held, x in zip(holds, low, strict=True)]
         above += [up and at[f] > MARGINAL for up, f in zip(raised, (FP8, INT8), strict=True)]
         rows.append([system.name, batch, context, *at.values()])
     lowest, highest = min(min(r[3:]) for r in rows), max(max(r[3:]) for r in rows)
     why = (
         f"It can, in {sum(outcome)} of {len(outcome)} cases (a point and a format), among those of measured steps in"
-        f" {sum(measured)} of {len(measured)}: there a pair whose mu lies between the columns gains with BF16 and loses with"
-        f" the format at K = {k}, without a token of acceptance lost, since the format speeds up plain decoding more than a"
+        f" {sum(measured)} of {len(measured)} ({sum(sure)} of them beyond the noise of the repeats): there a pair whose mu lies"
+        f" between the columns gains with BF16 and loses with the format at K = {k}, without a token of acceptance lost, since"
+        " the format speeds up plain decoding more than a"
         " cycle that drafting or arithmetic fills. Counted is a break-even whose mu + 1, a ratio of times, is more than"
         f" {MATTERS:.0%} above BF16's, a margin chosen here. 3.0 is no border: speculation pays above mu = cycle time /"
         f" plain step - 1, which is {lowest:.2f} to {highest:.2f} at these points and depends on K, on the batch and on the"

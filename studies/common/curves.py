@@ -13,7 +13,7 @@ from scipy.optimize import brentq
 
 from specq import pairs
 from specq.capacity import Load, Server
-from specq.cost import CostModel, Operating, cycle_times, speedup
+from specq.cost import CostModel, Operating, cycle_time_draws, cycle_times, speedup
 from specq.cost.gpus import parse_gpus
 from specq.cost.spec import build, parse_cost
 from specq.errors import SpecqError
@@ -109,3 +109,8 @@ class System:
         """The mu at which K = k is as fast as plain decoding at the same format: cycle time / plain step - 1."""
         times = self.times(batch, context, fmt, k)
         return float(times[k] / times[0] - 1)
+
+    def break_even_draws(self, batch: int, context: int, fmt: str, k: int) -> np.ndarray:
+        """The same under resampled repeats, [draws]; [1] where the times have none."""
+        times = cycle_time_draws(self.cost, Operating(batch, context, fmt, "bf16"), k)
+        return times[:, k] / times[:, 0] - 1
