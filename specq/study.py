@@ -229,7 +229,7 @@ def run_study(
         watch.lap("cost")
         facts = gather_facts(config, pair, models, setting, formats, main, own)
         facts.warnings[None] += [*prompt_warnings(config, prompts, prompt_report), *work.notes]
-        facts.warnings[None] += [*from_server.notes(config), *measured.launch_warning(cost.details)]
+        facts.warnings[None] += from_server.notes(config)
         study = Study(
             config, directories, pair, models, setting, prompts, prompt_report, main, own, facts, cost,
             timings=watch.seconds,

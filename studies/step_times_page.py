@@ -17,7 +17,7 @@ from studies.common.curves import best_k, emitted
 from studies.common.results import wrapped
 from studies.common.steps import Steps, key, whole_steps
 from studies.step_times import BATCHES, CONTEXTS, FORMATS, MEMORY, NEW, fitting, groups, missing
-from studies.step_times_more import communication_section, study_section, vllm_section
+from studies.step_times_beside import communication_section, study_section, vllm_section
 
 ALPHAS, K_MAX = (0.6, 0.7, 0.8, 0.9), NEW[-1] - 1
 

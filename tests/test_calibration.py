@@ -112,7 +112,8 @@ def test_a_share_beside_whole_steps_tells_communication_from_the_rest():
     lone, found = fit(whole, SHAPES, H200, 2), fit(whole, SHAPES, H200, 2, share=alone)
     assert "layer_seconds" in lone.undetermined and lone.efficiency.layer_seconds < truth.layer_seconds / 2
     for name in ("bandwidth", "matrix", "attention", "link", "layer_seconds", "reduce_seconds"):
-        assert getattr(found.efficiency, name) == pytest.approx(getattr(truth, name), rel=0.15), name
+        near = 0.1 if name == "link" else 0.03  # all-reduces are few bytes here
+        assert getattr(found.efficiency, name) == pytest.approx(getattr(truth, name), rel=near), name
     assert len(found.residuals) == len(whole) and len(found.beside) == len(alone)
     for errors in (found.residuals, np.log(found.beside)):
         assert 0.005 < np.sqrt(np.mean(errors**2)) < 0.015

@@ -8,7 +8,7 @@ import pytest
 
 from specq import pairs
 from specq.config import DRAWS
-from specq.cost import Operating, cycle_time_draws, cycle_times, measured
+from specq.cost import Operating, cycle_time_draws, cycle_times
 from specq.cost.base import FreeDraft, Scaled
 from specq.cost.gpus import Efficiency, get_gpu, gpus, parse_gpus
 from specq.cost.roofline import Roofline
@@ -265,12 +265,16 @@ def test_timings_files_are_read_or_refused(tmp_path):
 
 def test_steps_that_waited_for_launches_are_named():
     """On a GPU whose kernels run faster than Python launches them; a step that computes on behind its launches says nothing,
-    nor one on a CPU."""
-    (said,) = measured.launch_warning({"launching_share": 0.97})
+    nor one on a CPU, nor a file."""
+    records = [Timing(kind=k, batch=1, context=1024, new_tokens=n, kv_format="bf16", seconds=1.0)
+               for k, n in (("target", 1), ("target", 2), ("draft", 1))]  # fmt: skip
+
+    def told(**details):
+        return TableCost(records, "measured", details).caveats([AT], 1)
+
+    (said,) = told(launching_share=0.97)
     assert "97 % of a step" in said and "specq validate" in said
-    for share in (0.4, None):
-        assert measured.launch_warning({"launching_share": share}) == []
-    assert measured.launch_warning({}) == []
+    assert told(launching_share=0.4) == told(launching_share=None) == told() == []
 
 
 # ---------------------------------------------------------------- what a table stretches

@@ -167,7 +167,7 @@ def test_tokens_that_counters_would_need():
     positions, error = agreement.counters_error(documents, once, 0)
     ratio = 100 / ends.mean()
     linearised = np.std(100 - ratio * ends, ddof=1) / ends.mean() / np.sqrt(50)
-    assert positions == 5000 and error == pytest.approx(linearised, rel=0.15)
+    assert positions == 5000 and error == pytest.approx(linearised, rel=0.02)
 
 
 @pytest.mark.parametrize(("cycle", "expected"), [(1.01, 2), (30.0, 0)])

@@ -5,8 +5,7 @@ What a CPU without FP8 units gains from FP8 says nothing about a GPU; the report
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -17,7 +16,6 @@ from specq.kv import get_format
 from specq.models.loaded import LoadedModel
 
 REPEATS = 9
-LAUNCH_BOUND = 0.9  # share of a step after which the last kernel is launched: beyond it, the GPU waits for launches
 
 
 def _new_token_grid(k_max: int) -> list[int]:
@@ -78,18 +76,6 @@ def measure(
         "records": [r.model_dump() for r in records],
     }
     return TableCost(records, "measured", details)
-
-
-def launch_warning(details: Mapping[str, Any]) -> list[str]:
-    """What is wrong with steps whose kernels were launched no faster than they ran; `details` are `measure`'s."""
-    share = details.get("launching_share")
-    if share is None or share < LAUNCH_BOUND:
-        return []
-    return [
-        f"the GPU waited for launches while steps were timed ({100 * share:.0f} % of a step went by before its last kernel was"
-        " launched): an engine with CUDA graphs is faster and its best K may be another; decide by its own step times (`specq"
-        " validate`, then --cost validation.json) or by a roofline"
-    ]
 
 
 def _one_step(model: LoadedModel, cache: object, batch: int, new: int) -> tuple[float, float]:

@@ -13,6 +13,8 @@ from specq.config import DRAWS
 from specq.cost.base import Kind, Operating
 from specq.errors import SpecqError
 
+LAUNCH_BOUND = 0.9  # share of a step after which its last kernel is launched: beyond it, the GPU waits for launches
+
 
 class Timing(BaseModel):
     """One timing: seconds of one step, and the seconds of every repeat where it was timed more than once.
@@ -125,10 +127,11 @@ class TableCost:
         return row[1:] if len(row) > 1 else row
 
     def caveats(self, points: Sequence[Operating], k_max: int) -> list[str]:
-        """Points that step times of one other point serve, and K whose verification is longer than any that was timed."""
+        """Points that step times of one other point serve, K whose verification is longer than any that was timed, and a GPU
+        that waited for launches."""
         used = [(kind, name, (at.batch, at.context)) for at in points
                 for kind, name in (("draft", at.draft_format), ("target", at.target_format))]  # fmt: skip
-        out = []
+        out = self._launches()
         for timed in sorted({self.grid(kind, name)[0] for kind, name, _ in used if len(self.grid(kind, name)) == 1}):
             served = {at for kind, name, at in used if self.grid(kind, name) == [timed]} - {timed}
             if served:
@@ -152,6 +155,16 @@ class TableCost:
                     + (f" to {k_max}" if k_max > last + 1 else "")
                 )
         return out
+
+    def _launches(self) -> list[str]:
+        share = self.details.get("launching_share")
+        if share is None or share < LAUNCH_BOUND:
+            return []
+        return [
+            f"the GPU waited for launches while steps were timed ({100 * share:.0f} % of a step went by before its last kernel"
+            " was launched): an engine with CUDA graphs is faster and its best K may be another; decide by its own step times"
+            " (`specq validate`, then --cost validation.json) or by a roofline"
+        ]
 
 
 def _point(at: tuple[int, int]) -> str:

@@ -248,9 +248,9 @@ def losses(priced: Sequence[Priced], k: int, engine: Mapping[str, Any]) -> Claim
         f"It can, in {sum(outcome)} of {len(outcome)} cases (a point and a format), among those of measured steps in"
         f" {sum(measured)} of {len(measured)} ({sum(sure)} of them beyond the noise of the repeats): there a pair whose mu lies"
         f" between the columns gains with BF16 and loses with the format at K = {k}, without a token of acceptance lost, since"
-        " the format speeds up plain decoding more than a"
-        " cycle that drafting or arithmetic fills. Counted is a break-even whose mu + 1, a ratio of times, is more than"
-        f" {MATTERS:.0%} above BF16's, a margin chosen here. 3.0 is no border: speculation pays above mu = cycle time /"
+        " the format speeds up plain decoding more than a cycle that drafting or arithmetic fills. Counted is a break-even"
+        f" whose mu + 1, a ratio of times, is more than {MATTERS:.0%} above BF16's, a margin chosen here. 3.0 is no border:"
+        " speculation pays above mu = cycle time /"
         f" plain step - 1, which is {lowest:.2f} to {highest:.2f} at these points and depends on K, on the batch and on the"
         f" draft's cost; a format raises it beyond 3.0 in {sum(above) or 'none'} of them. And the loss is one of a fixed"
         " K: with K chosen anew, speculation is never slower than plain decoding (K = 0)." + engine_losses(engine)
@@ -266,12 +266,16 @@ def losses(priced: Sequence[Priced], k: int, engine: Mapping[str, Any]) -> Claim
     )  # fmt: skip
 
 
+def steady_cells(made: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The cells of a validation.json that ran, and long enough beside plain decoding to tell the speedup of steady steps."""
+    return [c for c in made["cells"] if (c.get("speedup_measured") or {}).get("steady")]
+
+
 def engine_losses(made: Mapping[str, Any]) -> str:
     """A sentence on the formats that lost in an engine at a K that gained with BF16; empty where none did."""
     speeds = {
-        (c["target_kv_dtype"], c["num_speculative_tokens"]): c["speedup_measured"]["steady"]
-        for c in made["cells"] if c["status"] == "ok" and (c.get("speedup_measured") or {}).get("steady")
-    }  # fmt: skip
+        (c["target_kv_dtype"], c["num_speculative_tokens"]): c["speedup_measured"]["steady"] for c in steady_cells(made)
+    }
     lost = [
         f"at K = {k}, where BF16 makes steady decoding {speeds['bf16', k]:.2f} times as fast, {fmt} makes it {gain:.2f} times"
         for (fmt, k), gain in speeds.items()
@@ -288,7 +292,7 @@ def engine_table(made: Mapping[str, Any]) -> Table:
         [c["target_kv_dtype"], c["num_speculative_tokens"], sum(c.get("asked_marginal_survival") or ()),
          1e3 * float(np.median(c["speed"]["cycle_seconds_repeats"])), c["speedup_measured"]["steady"],
          c["speedup_measured"]["throughput"], c["speedup_measured"]["latency"]]
-        for c in made["cells"] if c["status"] == "ok" and (c.get("speedup_measured") or {}).get("steady")
+        for c in steady_cells(made)
     ]  # fmt: skip
     return Table(
         f"vLLM {e['vllm']} itself on {e['tensor_parallel_size']} x {e['device']}, the 70B shape with dummy weights, synthetic"

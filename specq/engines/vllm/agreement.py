@@ -9,7 +9,7 @@ chain says? For a greedy draft the text alone tells the cycles, and the counts m
 on the draft's argmax.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,11 @@ class Observed:
     positions: np.ndarray
     ends: np.ndarray
     accepted: np.ndarray
+
+
+def counted(requests: Iterable[RequestLog]) -> list[RequestLog]:
+    """The requests that have a position to count: two tokens beyond prefill's, since the last one is left out."""
+    return [r for r in requests if len(r.tokens) > 2]
 
 
 def observe(requests: Sequence[RequestLog], k: int) -> Observed:

@@ -243,7 +243,7 @@ def _serving_tokens(v: "Validation", cell: Cell) -> dict | None:
 def _one_pass_error(v: "Validation", cell: Cell) -> tuple[int, float] | None:
     """`counters_error` of the first pass alone: further passes repeat its documents, which traffic does not."""
     result = v.outcomes[cell.name].result if cell.name in v.outcomes else None
-    logs = [r for r in result.passes[0].requests if len(r.tokens) > 2] if result else []
+    logs = agreement.counted(result.passes[0].requests) if result else []
     if not logs:
         return None
     documents = [v.requests[cell.name].documents[r.prompt] for r in logs]

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from specq.config import StudyConfig
+from specq.engines.vllm.agreement import counted
 from specq.engines.vllm.plan import Cell
 from specq.engines.vllm.protocol import CellRequest, CellResult, RequestLog
 from specq.inputs import Models, load_models
@@ -15,11 +16,6 @@ from specq.progress import Reporter
 from specq.prompts import Prompt, Text
 from specq.replay import Arm, Setting, score_texts
 from specq.rules import Rule, Transform, acceptance_terms
-
-
-def counted(result: CellResult) -> list[RequestLog]:
-    """The requests that have a position to count: two tokens beyond prefill's, since the last one is left out."""
-    return [r for r in result.requests if len(r.tokens) > 2]
 
 
 class Replayer:
@@ -36,9 +32,9 @@ class Replayer:
     def terms(
         self, folder: Path, cell: Cell, request: CellRequest, result: CellResult
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(a, b) of every position of `counted(result)`, each [sum of positions], with a second axis of K for n-gram lookup;
-        from the cell's file when it is there."""
-        logs = counted(result)
+        """(a, b) of every position of `counted(result.requests)`, each [sum of positions], with a second axis of K for n-gram
+        lookup; from the cell's file when it is there."""
+        logs = counted(result.requests)
         key = f"{request.digest} {self.version} {[log.tokens for log in logs]}"
         digest = hashlib.sha256(key.encode()).hexdigest()
         path = folder / f"{cell.name}.replay.npz"

@@ -14,7 +14,7 @@ from specq.engines.vllm import agreement, probed
 from specq.engines.vllm.plan import Cell, Workload, build, random_prompts
 from specq.engines.vllm.protocol import CellRequest
 from specq.engines.vllm.record import validation_json
-from specq.engines.vllm.replayed import Replayer, counted
+from specq.engines.vllm.replayed import Replayer
 from specq.engines.vllm.runner import ENGINE, FAILURES, Outcome, lanes, log_of, run_cells
 from specq.engines.vllm.shapes import config_directories
 from specq.errors import SpecqError
@@ -177,9 +177,9 @@ class Validation:
         replayer = Replayer(self.found.config, facts.transform, self.work.version, self.reporter)
         for cell in self.cells:
             result = self.outcomes[cell.name].result
-            if result is None or not cell.k or not counted(result):
+            if result is None or not cell.k or not agreement.counted(result.requests):
                 continue
-            request, logs = self.requests[cell.name], counted(result)
+            request, logs = self.requests[cell.name], agreement.counted(result.requests)
             a, b = replayer.terms(self.folder, cell, request, result)
             seen = agreement.observe(logs, cell.k)
             told = agreement.predict(a, b, seen.positions, cell.k)
