@@ -3,6 +3,7 @@
 import http.client
 import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 from test_import_metrics import page
