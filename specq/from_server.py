@@ -36,6 +36,8 @@ SECRET = re.compile(r"(^-e|^|[=\s;&])(\w*(?:TOKEN|KEY|SECRET|PASSWORD)\w*)=(?!\$
 SECRET_OPTION = re.compile(
     r"--(?:[\w-]+[-_])?(token|key|secret|password)", re.IGNORECASE
 )  # of other programs in the line
+BEARER = re.compile(r"(\bBearer\s+)(?!\$)[^\s\"']+", re.IGNORECASE)  # of a header
+PASSWORD_IN_URL = re.compile(r"(://[^\s/:@]*):(?!\$)[^\s/@]+@")
 SECRETS = {"--api-key": "$VLLM_API_KEY", "--hf-token": "$HF_TOKEN"}
 LONGEST_FILE = 1 << 20
 # What a server's command calls the study options whose values it may give.
@@ -125,7 +127,7 @@ def notes(config: StudyConfig) -> list[str]:
 
 def without_secrets(command: ServeCommand) -> list[str]:
     """The words with keys and tokens replaced by variables: the command is kept in files that are passed on."""
-    words: list[str | None] = [SECRET.sub(r"\1\2=$\2", word) for word in command.words]
+    words: list[str | None] = [_masked(word) for word in command.words]
     for option in command.options:
         if (instead := SECRETS.get(option.name)) and option.value:
             words[option.start : option.end] = [f"{option.name}={instead}", *[None] * (option.end - option.start - 1)]
@@ -140,6 +142,11 @@ def without_secrets(command: ServeCommand) -> list[str]:
         elif not equals and i + 1 in beside and not re.match(r"[-&|;<>]", command.words[i + 1]):
             words[i + 1] = f"${found[1].upper()}"
     return [word for word in words if word is not None]
+
+
+def _masked(word: str) -> str:
+    word = PASSWORD_IN_URL.sub(r"\1:$PASSWORD@", BEARER.sub(r"\1$TOKEN", word))
+    return SECRET.sub(r"\1\2=$\2", word)
 
 
 def words_without_secrets(words: Sequence[str]) -> list[str]:

@@ -276,7 +276,9 @@ def test_secrets_are_not_kept():
     "around",
     ["export HF_TOKEN=hf_secret; {}", "docker run -eHF_TOKEN=hf_secret -e KEY=hf_secret --env=A_KEY=hf_secret vllm/vllm-openai"
      " --model org/target -sc.model org/draft -sc.num_speculative_tokens 3", "hf auth login --token hf_secret && {}",
-     "{} && x login --api-key=hf_secret --password hf_secret -v", "sh -c 'export X_SECRET=hf_secret; run' ; {}"],
+     "{} && x login --api-key=hf_secret --password hf_secret -v", "sh -c 'export X_SECRET=hf_secret; run' ; {}",
+     "curl -H 'Authorization: Bearer hf_secret' http://me:hf_secret@host/ && {}",
+     "HTTPS_PROXY=http://me:hf_secret@proxy:3128 {}"],
 )  # fmt: skip
 def test_secrets_around_the_server_are_not_kept(around):
     """Variables, docker's -e in every spelling, other programs' options; the command reads as before."""
