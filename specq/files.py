@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specq.errors import SpecqError
+from specq.errors import SpecqError, first_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,13 +44,13 @@ def write_json(path: Path, value: Any) -> None:  # noqa: ANN401
 
 
 def read_json(path: Path) -> Any:  # noqa: ANN401
-    """A JSON file; SpecqError when it is missing or damaged."""
+    """A JSON file; SpecqError naming it when it is missing or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SpecqError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise SpecqError(f"{path} is damaged: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise SpecqError(f"{path} is damaged: {first_line(error)}") from error
 
 
 def write_parquet(path: Path, columns: Mapping[str, Sequence], metadata: Mapping[str, str] | None = None) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from specq import files, pairs
 from specq.analysis import NULL, Analysis, Columns, analyse
@@ -15,7 +14,7 @@ from specq.config import DRAWS, StudyConfig, cost_digest, validated
 from specq.cost import CostModel, FreeDraft
 from specq.cost.spec import build, from_study, parse_cost
 from specq.decision import StudyFacts
-from specq.errors import SpecqError
+from specq.errors import SpecqError, first_line
 from specq.ngram import NgramLookup
 from specq.outliers import Outlier
 from specq.prompts import Prompt, Text
@@ -97,9 +96,10 @@ def load(folder: Path) -> Finished:
         draft = study["pair"]["draft"].get("shape")
         shapes = target, draft and ModelShape.from_dict(draft)
         return Finished(folder, study, config, _material(folder, study, config), shapes)
-    except (KeyError, ValidationError, TypeError) as error:
-        why = str(error).splitlines()[0]
-        raise SpecqError(f"{folder} was written by another version of specq ({why}): run the study again") from error
+    except (KeyError, ValueError, TypeError, AttributeError) as error:  # ValidationError is a ValueError
+        raise SpecqError(
+            f"{folder} was written by another version of specq ({first_line(error)}): run the study again"
+        ) from error
 
 
 def _material(folder: Path, study: dict, config: StudyConfig) -> Material:

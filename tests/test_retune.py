@@ -188,13 +188,20 @@ def test_what_cannot_be_decided_is_refused(studies, tmp_path):
         assert out.returncode == 2 and says in out.stderr and "Traceback" not in out.stderr, (args, out.stderr)
     old = tmp_path / "old"
     old.mkdir()
-    study = json.loads((folder / "study.json").read_text())
-    del study["pair"]["target"]["shape"]
     for name in ("texts.parquet", "positions.parquet"):
         (old / name).write_bytes((folder / name).read_bytes())
-    (old / "study.json").write_text(json.dumps(study))
-    out = run("tune", old)
-    assert out.returncode == 2 and "another version of specq" in out.stderr and "Traceback" not in out.stderr
+    for damage in (
+        lambda s: s["pair"]["target"].pop("shape"),
+        lambda s: s["pair"].update(draft=[]),
+        lambda s: s["prompts"].update(kept=0),
+    ):
+        study = json.loads((folder / "study.json").read_text())
+        damage(study)
+        (old / "study.json").write_text(json.dumps(study))
+        out = run("tune", old)
+        assert out.returncode == 2 and "another version of specq" in out.stderr and "Traceback" not in out.stderr
+    (old / "study.json").write_text("[" * 100_000)
+    assert "study.json is damaged" in run("tune", old).stderr
     (old / "study.json").write_bytes((folder / "study.json").read_bytes())
     (old / "positions.parquet").write_bytes(b"PAR1")
     assert "is damaged" in run("tune", old).stderr

@@ -249,6 +249,7 @@ def test_runs_are_kept_and_never_mixed(small, monkeypatch):
     monkeypatch.setattr(runs, "run_study", lambda *a, **k: pytest.fail("ran again"))
     again, _ = runs.run_all(config, work, Reporter(quiet=True))
     assert again.keys() == small[0].keys() and runs.seconds(again, work)["health"]["cpu"] > 0
+    assert "gone" not in runs.seconds([*again, "gone"], work)  # killed between the study's end and its seconds
     other = {"study": [config["study"][0] | {"num_prompts": 3}]}
     with pytest.raises(SpecqError, match="holds another study"):
         runs.run_all(other, work, Reporter(quiet=True))

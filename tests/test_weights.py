@@ -126,6 +126,8 @@ def test_random_weights_measure_and_do_not_recommend(tmp_path):
     assert [v["code"] for v in rec["verdicts"]] == ["random_weights"]
     assert {row[2] for row in rec["recommended_schedule"]} == {3} and rec["speedup"]["retuning_gain"] == 0
     assert any("random weights" in w for w in rec["warnings"])
+    page = (tmp_path / "s" / "fp8" / "report.html").read_text()
+    assert "the weights are random" in page and "best choice" not in page and "shifts mean accepted" not in page
     study = strict_json(tmp_path / "s" / "study.json")
     assert study["peak_memory_gb"]["process"] > 0.1 and study["pair"]["target"]["checkpoint_dtype"] == "random"
     assert study["prompts"]["source"] == "random tokens" and study["pair"]["target"]["geometry"]["layers"] == 12

@@ -1,6 +1,5 @@
 """Step times looked up in a table: what `measured` fills in and what `--cost FILE` reads."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from specq import files
 from specq.config import DRAWS
 from specq.cost.base import Kind, Operating
 from specq.errors import SpecqError
@@ -193,12 +193,7 @@ def read_file(path: str) -> TimingFile:
     is one. Formats get their own names in place of aliases."""
     from specq.kv import get_format
 
-    try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SpecqError(f"cannot read timings file {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise SpecqError(f"timings file {path} is not JSON: {error}") from error
+    raw = files.read_json(Path(path))
     if isinstance(raw, dict) and "timings" in raw:
         raw = raw["timings"]
         if raw is None:

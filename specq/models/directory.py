@@ -1,11 +1,11 @@
 """The files of a model directory: its JSON, and which weight files transformers would choose from it."""
 
-import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
+from specq import files
 from specq.errors import SpecqError
 from specq.models.weight_files import Tensor
 
@@ -16,12 +16,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file of a model directory. Raises SpecqError naming the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise SpecqError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise SpecqError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+    value = files.read_json(path)
     if not isinstance(value, dict):
         raise SpecqError(f"{path} is damaged: it holds no JSON object")
     return value

@@ -95,7 +95,9 @@ def page(view: FormatView) -> dict:
 
 
 def headline(view: FormatView) -> str:
-    """What happens to mu, whether that is resolved, which K, and what it gains."""
+    """What happens to mu, whether that is resolved, which K, and what it gains; with random weights that this says nothing."""
+    if view.withheld:
+        return f"{view.recommendation['decision']}."
     k, name = view.shown_k, view.name
     base, mine = (number(view.mu(arm)[k]["value"], 3, sign=False) for arm in (BASE, view.arm))
     shift, said = view.shift, f"{number(view.shift['value'])} {interval(view.shift['ci95'])}"

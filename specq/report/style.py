@@ -37,7 +37,8 @@ def k_axis(axes: "Axes", first: int, last: int, label: str = "K = num_speculativ
 def mark_k(axes: "Axes", view: FormatView) -> None:
     """Vertical lines at the current and the recommended K, named in the legend."""
     if view.current == view.recommended:
-        axes.axvline(view.current, color=BLACK, lw=1.0, ls=":", label=f"now and recommended: K = {view.current}")
+        said = "now" if view.withheld else "now and recommended"
+        axes.axvline(view.current, color=BLACK, lw=1.0, ls=":", label=f"{said}: K = {view.current}")
         return
     axes.axvline(view.current, color=BLACK, lw=1.0, ls=":", label=f"now: K = {view.current}")
     axes.axvline(view.recommended, color=GREEN, lw=1.4, ls="--", label=f"recommended: K = {view.recommended}")

@@ -68,6 +68,11 @@ class FormatView:
         return self.recommendation["recommended_num_speculative_tokens"]
 
     @property
+    def withheld(self) -> bool:
+        """Whether nothing is recommended, since the weights are random."""
+        return any(v["code"] == "random_weights" for v in self.recommendation["verdicts"])
+
+    @property
     def parting(self) -> str:
         """Where own texts part from the baseline's, and what that does to the standard error; empty without own text."""
         found = self.study.get("own_text_coupling", {}).get(self.arm)

@@ -67,8 +67,10 @@ def run_all(
 
 
 def seconds(names: Iterable[str], work: Path) -> dict[str, dict[str, float]]:
-    """Wall and CPU seconds that each study took when it was run (one that was interrupted: its last part)."""
-    return {n: json.loads((work / f"{n}.seconds.json").read_text()) for n in names}
+    """Wall and CPU seconds that each study took when it was run (one that was interrupted: its last part; one stopped as
+    it ended: left out)."""
+    paths = {n: work / f"{n}.seconds.json" for n in names}
+    return {n: files.read_json(p) for n, p in paths.items() if p.is_file()}
 
 
 def _missing(entry: Mapping[str, Any]) -> str | None:
@@ -101,7 +103,7 @@ def _run(entry: Mapping[str, Any], config: Mapping[str, Any], work: Path, report
     wall, cpu = time.perf_counter(), time.process_time()
     run_study(settings, directories, out, False, reporter, resume=True, report=False)
     took = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-    (work / f"{entry['name']}.seconds.json").write_text(json.dumps(took) + "\n")
+    files.write_json(work / f"{entry['name']}.seconds.json", took)
     return out
 
 
