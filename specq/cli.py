@@ -11,6 +11,7 @@ import typer
 
 from specq import __version__
 from specq import options as opt
+from specq.capacity import RESERVE_GB, UTILISATION
 from specq.errors import Interrupted, SpecqError, printable
 
 app = typer.Typer(
@@ -110,7 +111,7 @@ def merge(
     draft: Annotated[str | None, typer.Option(help="The draft model's directory on this machine.")] = None,
     prompts: Annotated[str | None, typer.Option(help="The prompt file on this machine.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the study in OUT.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, for logs.")] = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Join the parts of a study that several machines made, and print the answer."""
     from specq.command import merge_command
@@ -178,8 +179,8 @@ def capacity(
     ] = None,
     memory_share: Annotated[
         float, typer.Option(help="Share of GPU memory used (vLLM: gpu_memory_utilization).")
-    ] = 0.92,
-    reserve_gb: Annotated[float, typer.Option(help="GB per GPU kept for activations and graphs.")] = 3.0,
+    ] = UTILISATION,
+    reserve_gb: Annotated[float, typer.Option(help="GB per GPU kept for activations and graphs.")] = RESERVE_GB,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """KV bytes per sequence, what fits beside the weights, and what each KV format buys."""
@@ -237,7 +238,7 @@ def validate(
     cost: Annotated[str | None, typer.Option(help="Cost model of the predicted speedup; default the study's.")] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Record p, q, ratio, alpha inside the engine.")] = False,
     eager: Annotated[
-        bool, typer.Option("--eager", help="No compilation and graphs: starts faster, times nothing.")
+        bool, typer.Option("--eager", help="No compilation and graphs: starts faster; its times are not a server's.")
     ] = False,
     tensor_parallel: Annotated[int, typer.Option(help="GPUs of the engine.")] = 1,
     memory_share: Annotated[float, typer.Option(help="vLLM's gpu_memory_utilization.")] = 0.9,
@@ -246,7 +247,7 @@ def validate(
     at_once: Annotated[int, typer.Option(help="Cells that run at once, each on GPUs of its own.")] = 1,
     device: Annotated[str | None, typer.Option(help="cpu or cuda for the replay; default the study's.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory; default STUDY_DIR/validation.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, for logs.")] = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Run the study's pair in vLLM and set measured acceptance and speed beside the predicted. Resumable."""
     from specq.engines.vllm.command import refuse_fruitless, validate_command
@@ -279,11 +280,12 @@ def import_metrics(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for metrics.json and the scrapes.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Acceptance from a server's own counters, without GPU or models."""
     from specq.engines.metrics.command import import_metrics_command
 
-    import_metrics_command(paths or [], against or [], url, every, span, model, draft_cost, out, as_json)
+    import_metrics_command(paths or [], against or [], url, every, span, model, draft_cost, out, as_json, quiet)
 
 
 @app.command()

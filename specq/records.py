@@ -107,7 +107,7 @@ def read_records(path: str | Path, undecodable: str = "refuse") -> tuple[list[Re
         )
     report = PromptReport(str(path))
     records: list[Record] = []
-    for line, entry in _rows(path, report) if kind == ".parquet" else _entries(path, kind, undecodable, report):
+    for line, entry in _rows(path) if kind == ".parquet" else _entries(path, kind, undecodable, report):
         try:
             shape, record = _record(line, entry)
         except _Unusable as why:
@@ -275,7 +275,7 @@ def _check_survivable(path: Path, columns: Iterable[str]) -> None:
         raise SpecqError(f"cannot read prompt file {path}: damaged, so that Arrow's reader crashes on it")
 
 
-def _rows(path: Path, report: PromptReport) -> Iterator[tuple[int, Any]]:
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

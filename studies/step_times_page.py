@@ -34,7 +34,7 @@ def page(pair: str, folder: Path) -> None:
     found = pairs.find(pair, None, None)
     registered = {"target": found.target.shape, "draft": found.draft.shape}
     shapes = {role: ModelShape.of_registered(s) for role, s in registered.items()}
-    gpu = get_gpu("h200")
+    gpu = get_gpu(machine["gpu"].removeprefix("NVIDIA ").split()[0])
     beside = read_file(str(folder / "share.json")).records if (folder / "share.json").exists() else ()
     names = "timings.json and share.json" if beside else "timings.json"
     calibration = fit(records, shapes, gpu, over, names, file.share_of, beside)

@@ -174,9 +174,7 @@ class Acceptance:
     top1_agrees: torch.Tensor
 
 
-def _check(
-    target: torch.Tensor, draft: torch.Tensor, tokens: torch.Tensor, size: int | None, temperatures: tuple
-) -> int:
+def _check(target: torch.Tensor, draft: torch.Tensor, size: int | None, temperatures: tuple) -> int:
     if target.dim() != 3 or draft.dim() != 2 or target.shape[1] != draft.shape[0] or target.shape[0] == 0:
         raise ValueError(
             f"target logits {tuple(target.shape)} must be [arms, positions, width], draft logits {tuple(draft.shape)}"
@@ -216,7 +214,7 @@ def acceptance(
     Raises ValueError for shapes that do not fit, a negative temperature, or a temperature of 0 on one side only.
     """
     draft_temperature = temperature if draft_temperature is None else draft_temperature
-    size = _check(target_logits, draft_logits, tokens, size, (temperature, draft_temperature))
+    size = _check(target_logits, draft_logits, size, (temperature, draft_temperature))
     arms, rows, width = target_logits.shape
     tokens, *rest = (
         integers(t, (rows,), target_logits.device, torch.int64, name)

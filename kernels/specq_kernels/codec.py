@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specq_kernels import layout
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -21,11 +23,11 @@ def emulated(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) < (8, 9)
 
 
-BF16 = tl.constexpr(0)
-E4M3 = tl.constexpr(1)
-E5M2 = tl.constexpr(2)
-INT8 = tl.constexpr(3)
-UINT8 = tl.constexpr(4)
+BF16 = tl.constexpr(layout.BF16)
+E4M3 = tl.constexpr(layout.E4M3)
+E5M2 = tl.constexpr(layout.E5M2)
+INT8 = tl.constexpr(layout.INT8)
+UINT8 = tl.constexpr(layout.UINT8)
 
 
 @triton.jit

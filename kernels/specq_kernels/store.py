@@ -6,16 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-from specq_kernels import native, store_cuda
+from specq_kernels import layout, native, store_cuda
 from specq_kernels.codec import emulated, encode_raw
 from specq_kernels.layout import SIZES, PagedKV, integers, on
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
-NO_SCALE = tl.constexpr(0)
-TENSOR = tl.constexpr(1)
-CHANNEL = tl.constexpr(2)
-TOKEN_HEAD = tl.constexpr(3)
-TOKEN_HEAD_ASYM = tl.constexpr(4)
+NO_SCALE = tl.constexpr(layout.NO_SCALE)
+TENSOR = tl.constexpr(layout.TENSOR)
+CHANNEL = tl.constexpr(layout.CHANNEL)
+TOKEN_HEAD = tl.constexpr(layout.TOKEN_HEAD)
+TOKEN_HEAD_ASYM = tl.constexpr(layout.TOKEN_HEAD_ASYM)
 
 
 @triton.jit

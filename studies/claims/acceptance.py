@@ -15,7 +15,7 @@ CONTEXT = Path(__file__).parents[1] / "context" / "config.toml"  # the study tha
 FACTOR = 256  # of the stressed keys
 PLAIN, STRESSED = "outliers-1", f"outliers-{FACTOR}"
 NEAR, FAR = "context-256", "context-2048"
-E4M3, E5M2, FP8_TOKEN = "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head"
+E4M3, E5M2 = "fp8_e4m3", "fp8_e5m2"
 INT8_TOKEN, INT8_TENSOR, INT8_CHANNEL, INT8_MIXED = (
     "int8_per_token_head", "int8_per_tensor", "int8_per_channel", "int8_k_channel_v_token",
 )  # fmt: skip

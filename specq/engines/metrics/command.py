@@ -62,7 +62,7 @@ def import_metrics_command(
     draft_cost: float | None,
     out: Path | None,
     as_json: bool,
-    quiet: bool = False,
+    quiet: bool,
 ) -> None:
     """Print (and with `out` write) what counters say; see `specq import-metrics --help`."""
     if (url is None) == (not paths):
