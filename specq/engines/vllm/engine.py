@@ -18,14 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from specq.engines.metrics.text import COUNTERS, PER_POSITION, PREFIX
 from specq.engines.vllm.protocol import CellRequest, CellResult, Counts, Pass, RequestLog
 
-COUNTERS = {
-    "vllm:spec_decode_num_drafts": "drafts",
-    "vllm:spec_decode_num_draft_tokens": "drafted",
-    "vllm:spec_decode_num_accepted_tokens": "accepted",
-}
-PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 WARMUP_TOKENS = 16
 
 
@@ -64,10 +59,11 @@ def read_counters(llm: Any) -> dict[str, Any] | None:  # noqa: ANN401
     """Speculation counters summed over engines, or None where the engine does not speculate."""
     found: dict[str, Any] = {}
     for metric in llm.get_metrics():
-        if metric.name in COUNTERS:
-            field = COUNTERS[metric.name]
+        name = metric.name.removeprefix(PREFIX)
+        if name in COUNTERS:
+            field = COUNTERS[name]
             found[field] = found.get(field, 0) + int(metric.value)
-        elif metric.name == PER_POSITION:
+        elif name == PER_POSITION:
             so_far = found.get("per_position", [0] * len(metric.values))
             found["per_position"] = [a + int(b) for a, b in zip(so_far, metric.values, strict=True)]
     return found if "drafts" in found else None
