@@ -30,11 +30,11 @@ class Material:
 
     @property
     def paired(self) -> dict[str, Analysis]:
-        """Per format with own text: the baseline on its text, the null arm and the format's arms each on their own."""
+        """Per format with own text: its analysis, beside the baseline and the null arm each on their own text."""
         if not self.own:
             return {}
         base = {BASE: self.main.arms[BASE], NULL: self.own[NULL].arms[NULL]}
-        return {f: replace(self.main, arms=a.arms | base) for f, a in self.own.items() if f != NULL}
+        return {f: replace(a, arms=a.arms | base, base=BASE) for f, a in self.own.items() if f != NULL}
 
 
 @dataclass

@@ -8,6 +8,7 @@ import pytest
 from specq import pairs, stats
 from specq.analysis import BASE, NULL, analyse
 from specq.capacity import Server
+from specq.conclude import Material
 from specq.config import DRAWS, StudyConfig
 from specq.cost.table import TableCost, Timing
 from specq.decision import StudyFacts, decide
@@ -31,11 +32,12 @@ SHAPES = tuple(ModelShape.of_registered(s.shape) for s in (LLAMA.target, LLAMA.d
 
 def study(alphas, fp8=None, groups=None, tokens=3000, k_max=8, draws=400):
     """An analysis of one text per entry whose every position has that acceptance probability, and whose b is its mean:
-    emitted is the closed form up to the edge. `fp8` are the format's (the same without)."""
+    emitted is the closed form up to the edge. `fp8` are the format's (the same without), `tokens` one length or each's."""
     fp8 = alphas if fp8 is None else fp8
-    groups = groups or [None] * len(alphas)
+    groups, tokens = groups or [None] * len(alphas), np.broadcast_to(tokens, len(alphas))
     texts = [
-        Text(Prompt(f"p{i}", f"d{i}", g, (1, 2)), tuple(range(tokens + 1)), BASE, False) for i, g in enumerate(groups)
+        Text(Prompt(f"p{i}", f"d{i}", g, (1, 2)), tuple(range(n + 1)), BASE, False)
+        for i, (g, n) in enumerate(zip(groups, tokens, strict=True))
     ]
 
     def columns(values):
@@ -198,6 +200,28 @@ def test_a_mixture_has_its_shares_of_tokens():
             expected = 1 / (share / code.emitted_curve(arm) + (1 - share) / chat.emitted_curve(arm))
             assert mixed.emitted_curve(arm) == pytest.approx(expected)
     assert mixed.emitted_draws(BASE)[:, 4].std() > 0 and mixed.documents.count == 3
+
+
+def test_groups_and_mixtures_of_own_text_take_every_arms_own_lengths():
+    """Arms on own text end where they end: a group's arm is that arm's texts alone, a mixture has its shares of every arm's
+    own tokens, and the texts counted are the format's."""
+    alphas, groups = [0.9, 0.8, 0.5, 0.4], ["code", "code", "chat", "chat"]
+    lengths = {BASE: (300, 40, 200, 90), NULL: (300, 41, 200, 90), ARM: (50, 260, 30, 310)}
+    alone = {arm: study(alphas, groups=groups, tokens=n) for arm, n in lengths.items()}
+    fmt = replace(alone[ARM], arms={a: alone[ARM].arms[a] for a in (ARM, BOTH)}, base=ARM)
+    paired = Material("same", alone[BASE], {}, {NULL: alone[NULL], "fp8_e4m3": fmt}).paired["fp8_e4m3"]
+    assert paired.lengths.tolist() == [*lengths[ARM]] and paired.base == BASE
+    parts = {g: of_group(paired, g, 0) for g in ("code", "chat")}
+    for group, part in parts.items():
+        assert part.lengths.sum() == {"code": 310, "chat": 340}[group]
+        for arm, whole in alone.items():
+            mine, theirs = part.arms[arm], of_group(whole, group, 0).arms[arm]
+            assert np.array_equal(mine.sums.tokens, theirs.sums.tokens) and np.array_equal(mine.a, theirs.a)
+            assert np.array_equal(mine.sums.ends, theirs.sums.ends) and np.array_equal(mine.b, theirs.b)
+    mixed = mixture(paired, {"code": 0.7, "chat": 0.3}, 0)
+    for arm in lengths:
+        code, chat = (parts[g].emitted_curve(arm) for g in ("code", "chat"))
+        assert mixed.emitted_curve(arm) == pytest.approx(1 / (0.7 / code + 0.3 / chat))
 
 
 def test_a_mixtures_interval_covers_what_its_groups_vary():

@@ -165,7 +165,7 @@ def test_another_configuration_into_the_same_directory_is_refused(finished):
     assert out.returncode == 2 and (strange / "mine.txt").read_text() == "kept"
 
 
-def small_study(tmp_path, pair=None, dtypes=("fp8",), **options):
+def small_study(tmp_path, pair=None, dtypes=("fp8",), resume=False, **options):
     """Run a study on random models in this process; returns (study, its folder)."""
     from specq.progress import Reporter
 
@@ -176,7 +176,7 @@ def small_study(tmp_path, pair=None, dtypes=("fp8",), **options):
         base |= {"target": str(pair[0]), "draft": str(pair[1])}
     config, directories = resolve(base | options, list(dtypes))
     folder = tmp_path / "out"
-    return run_study(config, directories, folder, False, Reporter(quiet=True)), folder
+    return run_study(config, directories, folder, False, Reporter(quiet=True), resume=resume), folder
 
 
 @pytest.fixture
