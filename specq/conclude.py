@@ -60,8 +60,9 @@ def conclude(
     main = weigh(material.main)
     probabilistic = None
     if config.draft_sampling == "greedy" and not facts.transform.greedy and config.text != "own":
+        main_texts, rule = material.main.texts, Rule("probabilistic", config.verify)
         probabilistic = weigh(
-            analyse(material.main.texts, material.columns, BASE, Rule(), config.k_max, seed=config.seed, draws=DRAWS)
+            analyse(main_texts, material.columns, BASE, rule, config.k_max, seed=config.seed, draws=DRAWS)
         )
     out = {}
     for fmt in formats:

@@ -8,7 +8,7 @@ import pytest
 from specq import pairs, stats
 from specq.analysis import BASE, NULL, analyse
 from specq.capacity import Server
-from specq.conclude import Material
+from specq.conclude import Material, conclude
 from specq.config import DRAWS, StudyConfig
 from specq.cost.table import TableCost, Timing
 from specq.decision import StudyFacts, decide
@@ -381,6 +381,30 @@ def test_strict_slo_by_mean_by_certainty_and_by_prompt():
     slow = said(1.3 * mean)[0]
     assert slow.code == "strict_slo" and "slowest prompts" in slow.decision and "95 % of the prompts" in slow.evidence
     assert said(5 * mean) == []
+
+
+@pytest.mark.parametrize(("verify", "sampled"), [("standard", 0.8), ("strict", 0.3)])
+def test_greedy_drafts_are_judged_under_the_studys_verification(verify, sampled):
+    """Greedy drafts that accept .5 lose to sampled ones where those accept .8 (standard) and not where they accept .3 (strict):
+    the verdict is the quotient of both closed forms, each at its best K, or there is none."""
+    greedy, tokens, rng = 0.5, 2000, np.random.default_rng(3)
+    texts = study([greedy] * 4, tokens=tokens).texts
+    n = 4 * tokens
+    token = np.concatenate([t.response[1:] for t in texts])
+    flat = {"alpha": 0.8, "alpha_strict": 0.3, "alpha_greedy": greedy, "logq": np.log(0.3), "logp": np.log(0.3 / 0.8)}
+    columns = {name: np.full(n, x) for name, x in flat.items()}
+    columns["draft_top1"] = np.where(rng.random(n) < greedy, token, -1)
+    arms = dict.fromkeys((BASE, NULL, ARM, BOTH), columns)
+    main = analyse(texts, arms, BASE, Rule("greedy", verify), 8, seed=0, draws=200)
+    about = facts(draft_sampling="greedy", verify=verify)
+    made = conclude(about, [FP8], Material("same", main, arms, {}), table(0.1))["fp8_e4m3"]
+    verdicts = [v for v in made.recommendation.verdicts if v.code == "draft_greedy"]
+    best = [max(emitted(a, k) / (1 + 0.1 * k) for k in range(9)) for a in (sampled, greedy)]
+    faster = 100 * (best[0] / best[1] - 1)
+    if faster < 0:
+        assert verdicts == []
+    else:
+        assert float(verdicts[0].decision.split(" would be ")[1].split(" %")[0]) == pytest.approx(faster, abs=2)
 
 
 def test_shifted_acceptance_is_exact_for_constant_rates():
