@@ -14,9 +14,11 @@ The same draws serve every arm, every K and the speed model, so all comparisons 
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from scipy.special import stdtrit  # Student's quantile; scipy.stats takes half a second to import
+from scipy.special import ndtri, stdtrit  # the normal's and Student's quantile; scipy.stats is slow to import
 
 LEVEL = 0.95
+NORMAL = float(ndtri((1 + LEVEL) / 2))  # standard errors in half an interval
+POWER = 0.8  # of later studies that the prompts asked for shall decide: four of five
 
 
 @dataclass(frozen=True)
@@ -176,8 +178,22 @@ def mean_excess(excess: np.ndarray) -> tuple[float, float]:
     return float(excess.mean()), float(excess.std(ddof=1) / np.sqrt(n)) if n > 1 else float("inf")
 
 
+def resolvable(se: float, documents: int, later: int) -> float:
+    """The shift that POWER of the studies of `later` documents resolve, where `documents` have the standard error `se`.
+
+    An estimate of mean s and standard error e leaves 0 outside its interval of half-width t e where it exceeds t e, with
+    probability POWER at s = (t + z) e; t is Student's quantile, z the normal's of POWER. e falls as the root of documents.
+    """
+    student = stdtrit(later - 1, (1 + LEVEL) / 2)
+    return float((student + ndtri(POWER)) * se * np.sqrt(documents / later))
+
+
 def documents_needed(se: float, documents: int, effect: float) -> int | None:
-    """Documents after which an effect of this size would be resolved: se falls as the root of their number."""
+    """Documents, at least those there are, of which POWER of the studies resolve an effect of this size; None where none do."""
     if effect == 0 or not np.isfinite(se):
         return None
-    return max(documents, int(np.ceil(documents * (1.96 * se / effect) ** 2)))
+    normal = documents * ((NORMAL + ndtri(POWER)) * se / effect) ** 2  # at most: Student's quantile is larger
+    number = max(documents, 2, int(np.ceil(normal)))
+    while resolvable(se, documents, number) > abs(effect):
+        number += 1
+    return number

@@ -165,14 +165,14 @@ def _not_resolved(analysis: Analysis, arm: str, k: int) -> Verdict:
     elif beyond.se == 0:
         evidence = f"the arms are identical at every position, K = {k}"
     else:
-        # 1.96 + 0.84 standard errors: found at 95 % in four studies of five
+        documents = analysis.documents.count
         evidence = (
-            f"shift minus null shift {beyond.value:+.5f}, standard error {beyond.se:.5f}, at K = {k}; a shift of"
-            f" {2.8 * beyond.se:.4f} would be resolved by this many prompts in four studies of five"
+            f"shift minus null shift {beyond.value:+.5f}, standard error {beyond.se:.5f}, at K = {k}; four studies of five"
+            f" would resolve a shift of {stats.resolvable(beyond.se, documents, documents):.4f} with {documents} documents"
         )
-        needed = stats.documents_needed(beyond.se, analysis.documents.count, beyond.value)
-        if needed is not None and needed <= 100 * analysis.documents.count:
-            evidence += f", and {needed} prompts would resolve one of the size seen"
+        needed = stats.documents_needed(beyond.se, documents, beyond.value)
+        if needed is not None and needed <= 100 * documents:
+            evidence += f", and one of the size seen with {needed}"
     return Verdict(code="not_resolved", decision="no shift of mu beyond the noise floor was found", evidence=evidence)
 
 

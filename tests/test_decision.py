@@ -407,6 +407,28 @@ def test_greedy_drafts_are_judged_under_the_studys_verification(verify, sampled)
         assert float(verdicts[0].decision.split(" would be ")[1].split(" %")[0]) == pytest.approx(faster, abs=2)
 
 
+def test_not_resolved_says_how_many_documents_would():
+    """Two prompts of every document: what resolves the shift is counted in documents, by the one rule for both numbers."""
+    rng = np.random.default_rng(6)
+    alphas = rng.uniform(0.6, 0.8, 12)
+    found = study(alphas, alphas + 0.01 + rng.normal(0.0, 0.03, 12), tokens=300)
+    texts = [replace(t, prompt=replace(t.prompt, document=f"d{i // 2}")) for i, t in enumerate(found.texts)]
+    documents = stats.Documents.of([t.prompt.document for t in texts])
+    arms = {
+        n: replace(r, sums=stats.Sums(documents.sum(r.result.tokens), documents.sum(r.result.ends)))
+        for n, r in found.arms.items()
+    }
+    clustered = replace(found, texts=texts, documents=documents, resampler=stats.Resampler(6, 400, 0), arms=arms)
+    made = decide(facts(), clustered, FP8, table(0.1))
+    rec = recommend(facts(), clustered, None, made, table(0.1), "same")
+    (verdict,) = (v for v in rec.verdicts if v.code == "not_resolved")
+    shift = rec.mu_shift
+    needed = stats.documents_needed(shift.se, 6, shift.value)
+    assert f"a shift of {stats.resolvable(shift.se, 6, 6):.4f} with 6 documents" in verdict.evidence
+    assert verdict.evidence.endswith(f"and one of the size seen with {needed}") and needed > 6
+    assert stats.resolvable(shift.se, 6, needed) <= abs(shift.value) < stats.resolvable(shift.se, 6, needed - 1)
+
+
 def test_shifted_acceptance_is_exact_for_constant_rates():
     """Moving constant rates by d gives the closed form of alpha + d; rates stop at 0 and 1."""
     survival = np.tril(0.7 ** np.arange(1, 9)[None, :].repeat(8, 0))
