@@ -120,8 +120,14 @@ def analyse(
         result = chain.run_chain(by_text(a, lengths), by_text(c, lengths), lengths, k_max)
         sums = stats.Sums(documents.sum(result.tokens), documents.sum(result.ends))
         arms[name] = ArmResult(name, lengths, result, sums, *(x if x.ndim == 1 else x[:, 0] for x in (a, b)))
-    resampler = stats.Resampler(documents.count, draws, seed)
-    return Analysis(texts, documents, resampler, arms, base, k_max)
+    return Analysis(texts, documents, resampler_of(arms, documents, draws, seed), arms, base, k_max)
+
+
+def resampler_of(
+    arms: Mapping[str, ArmResult], documents: stats.Documents, draws: int, seed: int, strata: np.ndarray | None = None
+) -> stats.Resampler:
+    """The draws that these arms share, of documents in which any of them has a position."""
+    return stats.Resampler(documents.count, draws, seed, strata, np.stack([r.sums.tokens for r in arms.values()]))
 
 
 def summarise(analysis: Analysis, arm: str, columns: Columns) -> dict:

@@ -125,7 +125,7 @@ def recommend(
     shift = shift_block(analysis, arm, k, text, NULL)
     warnings = [*facts.warnings[None], *facts.warnings.get(fmt.name, []), *notes(config)]
     warnings += _edge_warning(analysis, k)
-    if analysis.documents.count < 2:
+    if analysis.resampler.documents < 2:
         warnings.append("one document only: no spread between documents, so intervals and standard errors are null")
     longest = max(len(t.prompt.tokens) + t.positions for t in analysis.texts)
     if max(config.context) > EXTRAPOLATION * longest:

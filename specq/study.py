@@ -347,10 +347,15 @@ def gather_facts(
                 "the given responses do not look sampled from the target at these settings (sum of b - a per document"
                 f" {mean:+.2f}, standard error {se:.2f}): mu describes this text, not the target's own"
             )
-    if 1 < main.analysis.documents.count < 10:
+    texts = [t for s in (main, *own.values()) for t in s.texts]
+    if empty := sum(t.positions == 0 for t in texts):
         warnings[None].append(
-            f"only {main.analysis.documents.count} documents: intervals from so small a sample are rough"
+            f"{empty} of {len(texts)} texts end at their first token, which prefill gives: they have no cycle and count in no"
+            " figure of acceptance"
         )
+    documents = main.analysis.resampler.documents
+    if 1 < documents < 10:
+        warnings[None].append(f"only {documents} documents: intervals from so small a sample are rough")
     spec = parse_cost(config.cost)
     return StudyFacts(
         config=config,

@@ -224,6 +224,26 @@ def test_groups_and_mixtures_of_own_text_take_every_arms_own_lengths():
         assert mixed.emitted_curve(arm) == pytest.approx(1 / (0.7 / code + 0.3 / chat))
 
 
+def test_groups_are_decided_without_their_texts_of_one_token(recwarn):
+    """A text that ends at its first token has no position: its group is decided by the other documents, as if it were not
+    there; a group of nothing else is left out, and no mixture can be made of it."""
+    found = study([0.7, 0.6, 0.5, 0.4, 0.5], groups=["a", "a", "a", "b", "b"], tokens=(300, 200, 0, 0, 0))
+    without = study([0.7, 0.6], groups=["a", "a"], tokens=(300, 200))
+    made, alone = (decide(facts(), x, FP8, table(0.1)) for x in (found, without))
+    assert (made.pay_ci95, made.gain, made.sentence) == (alone.pay_ci95, alone.gain, alone.sentence)
+    assert group_choices(facts(), found, table(0.1), made) == group_choices(facts(), without, table(0.1), alone)
+    assert (
+        mixture(found, {"a": 1.0}, 0).emitted_draws(ARM).std()
+        == mixture(without, {"a": 1.0}, 0).emitted_draws(ARM).std()
+    )
+    assert lonely_groups(study([0.7, 0.6], groups=["a", "a"], tokens=(300, 0)), {"a": 1}) == ["a"]
+    with pytest.raises(SpecqError, match="texts of group 'b' end at their first token"):
+        mixture(found, {"a": 0.5, "b": 0.5}, 0)
+    limited = facts(max_ms_per_token=1.0)
+    (verdict,) = strict_slo(limited, found, decide(limited, found, FP8, table(0.1)))
+    assert "nan" not in verdict.evidence and not recwarn.list
+
+
 def test_a_mixtures_interval_covers_what_its_groups_vary():
     """Documents are resampled within groups: with equal documents in each group the mixture is certain, though the groups
     differ, while the plain bootstrap is not."""

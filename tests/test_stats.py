@@ -350,6 +350,40 @@ def test_draws_are_shared_and_repeatable():
         np.testing.assert_allclose(draws[:, k], emitted_of(base, k, weights), rtol=1e-12)
 
 
+def test_documents_without_positions_are_as_if_they_were_not_there():
+    """Documents with neither tokens nor cycles in any arm change no estimate and no draw; those that one arm has and another
+    lacks stay, and no draw is without tokens of an arm."""
+    arm, base = sums(np.random.default_rng(18), 3)
+    at = [1, 2, 5]
+
+    def among_six(s):
+        tokens, ends = np.zeros(6), np.zeros((6, 2))
+        tokens[at], ends[at] = s.tokens, s.ends
+        return Sums(tokens, ends)
+
+    wide = [among_six(s) for s in (arm, base)]
+    r, alone = Resampler(6, DRAWS, 3, tokens=np.stack([s.tokens for s in wide])), Resampler(3, DRAWS, 3)
+    assert (r.documents, r.counted.tolist()) == (3, at)
+    assert r.shift(*wide, 2) == alone.shift(arm, base, 2) and r.emitted(wide[0], 1) == alone.emitted(arm, 1)
+    assert np.array_equal(r.emitted_draws(wide[1]), alone.emitted_draws(base))
+    lacking = among_six(arm)
+    lacking.tokens[[1, 2]] = lacking.ends[[1, 2]] = 0.0
+    r = Resampler(6, DRAWS, 3, tokens=np.stack([lacking.tokens, wide[1].tokens]))
+    assert r.documents == 3 and (r.weights[:, 2] > 0).all() and len(r.weights) == DRAWS
+    assert np.isfinite(r.emitted_draws(lacking)).all()
+
+
+def test_a_draw_in_which_no_cycle_ends_accepted_all_it_had(recwarn):
+    """Short texts whose every draft is accepted end no cycle of 4 drafts: a draw of them alone emits K + 1, the most there is,
+    and makes no interval infinite."""
+    tokens = np.array([3.0, 3.0, 60.0])
+    s = Sums(tokens, np.array([[1.5, 1.0, 0.0, 0.0], [1.5, 1.0, 0.0, 0.0], [40.0, 30.0, 28.0, 27.0]]))
+    r = Resampler(3, DRAWS, 0, tokens=tokens[None])
+    draws, short = r.emitted_draws(s), r.weights[:, 2] == 0
+    assert short.any() and (draws[short][:, [3, 4]] == [4, 5]).all() and np.isfinite(draws).all()
+    assert np.isfinite([r.emitted(s, 4).lo, r.emitted(s, 4).hi]).all() and not recwarn.list
+
+
 @pytest.mark.parametrize(("se", "documents", "effect"), [(0.02, 25, 0.01), (0.0008, 27, -0.0016), (0.03, 10, 0.001)])
 def test_documents_needed_is_the_least_number_that_resolves(se, documents, effect):
     """With n documents the standard error is se sqrt(documents / n); n is the least for which Student's quantile and the

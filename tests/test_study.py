@@ -299,6 +299,28 @@ def test_one_prompt_gives_nulls_and_a_warning_not_nan(tmp_path):
     assert rec["speedup"]["ci95"] == [None, None] and rec["decision"].startswith("measure more")
 
 
+def test_a_text_of_one_token_voids_no_interval(tmp_path, recwarn):
+    """Three prompts, one of which the target answers by EOS: intervals come from the other two and a warning says so; with two
+    prompts one document is left, intervals are null, and that is the reason given."""
+    pair = (save_model(tmp_path / "t", seed=6, scale=3.0), save_model(tmp_path / "d", seed=2, num_hidden_layers=1))
+    rng = np.random.default_rng(0)
+    rows = [{"prompt": " ".join(f"w{i}" for i in rng.integers(3, VOCAB, 12)), "id": f"p{n}"} for n in range(3)]
+    options = dict(prompts=str(tmp_path / "p.jsonl"), output_tokens=48, k_max=4, current_k=3)
+    for count in (3, 2):
+        (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows[-count:])))
+        study, folder = small_study(tmp_path / str(count), pair, num_prompts=count, **options)
+        assert sum(t.positions == 0 for t in study.main.texts) == 1
+        rec = strict_json(folder / "fp8" / "recommendation.json")
+        intervals = [rec["speedup"]["ci95"], rec["break_even"]["speed_ratio_ci95"], rec["mu_shift"]["ci95"]]
+        known = count == 3
+        assert all((x is not None) == known for bounds in intervals for x in bounds)
+        assert any("one document only" in w for w in rec["warnings"]) != known
+        assert ("one document shows no spread" in rec["decision"]) != known
+        assert any(f"1 of {count} texts end at their first token" in w for w in rec["warnings"])
+        assert strict_json(folder / "study.json")["bootstrap"]["documents"] == count - 1
+    assert not [w for w in recwarn.list if issubclass(w.category, RuntimeWarning)]
+
+
 @pytest.mark.parametrize("rule", [("greedy", "standard"), ("probabilistic", "strict")])
 def test_other_rules_run_and_are_named(tmp_path, rule):
     """Greedy drafting and strict verification: the rule is in the JSON, and vLLM's options follow or a warning says not."""
