@@ -28,9 +28,11 @@ def by_text(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 @dataclass
 class ArmResult:
-    """One arm's chain and per-document sums over one set of texts; a and b are those of a cycle's first draft."""
+    """One arm's chain and per-document sums over its texts of `lengths` [N] positions; a and b (of a cycle's first draft) lie
+    text after text, [sum of lengths]."""
 
     name: str
+    lengths: np.ndarray
     result: chain.ChainResult
     sums: stats.Sums
     a: np.ndarray
@@ -43,16 +45,23 @@ class ArmResult:
 
 @dataclass
 class Analysis:
-    """All arms over one set of texts, with the shared bootstrap draws."""
+    """All arms with the shared bootstrap draws.
+
+    `texts` are those of all arms, but where arms on own text are paired: then they are the format's, and the baseline and the
+    null arm have their own on the same prompts.
+    """
 
     texts: Sequence[Text]
-    lengths: np.ndarray
-    tokens: np.ndarray
     documents: stats.Documents
     resampler: stats.Resampler
     arms: dict[str, ArmResult]
     base: str
     k_max: int
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Positions of `texts`, [N]."""
+        return np.array([t.positions for t in self.texts])
 
     def shift(self, arm: str, k: int) -> stats.Estimate:
         """mu(arm) - mu(base) at K = k, paired."""
@@ -78,7 +87,8 @@ class Analysis:
 
     def excess(self, arm: str) -> tuple[float, float, float]:
         """(mean, standard error, z) over documents of sum(b - a): far from 0 when `arm`'s target did not write the text."""
-        per_text = by_text(self.arms[arm].b - self.arms[arm].a, self.lengths).sum(0)
+        r = self.arms[arm]
+        per_text = by_text(r.b - r.a, r.lengths).sum(0)
         mean, se = stats.mean_excess(self.documents.sum(per_text))
         return mean, se, mean / se if se > 0 and np.isfinite(se) else 0.0
 
@@ -109,9 +119,15 @@ def analyse(
         c = b if name == base or name in sampled_own else chain.control(b0, a0, a)
         result = chain.run_chain(by_text(a, lengths), by_text(c, lengths), lengths, k_max)
         sums = stats.Sums(documents.sum(result.tokens), documents.sum(result.ends))
-        arms[name] = ArmResult(name, result, sums, *(x if x.ndim == 1 else x[:, 0] for x in (a, b)))
-    resampler = stats.Resampler(documents.count, draws, seed)
-    return Analysis(texts, lengths, tokens, documents, resampler, arms, base, k_max)
+        arms[name] = ArmResult(name, lengths, result, sums, *(x if x.ndim == 1 else x[:, 0] for x in (a, b)))
+    return Analysis(texts, documents, resampler_of(arms, documents, draws, seed), arms, base, k_max)
+
+
+def resampler_of(
+    arms: Mapping[str, ArmResult], documents: stats.Documents, draws: int, seed: int, strata: np.ndarray | None = None
+) -> stats.Resampler:
+    """The draws that these arms share, of documents in which any of them has a position."""
+    return stats.Resampler(documents.count, draws, seed, strata, np.stack([r.sums.tokens for r in arms.values()]))
 
 
 def summarise(analysis: Analysis, arm: str, columns: Columns) -> dict:

@@ -93,7 +93,17 @@ def run_chain(a: np.ndarray, c: np.ndarray, lengths: np.ndarray, k_max: int) -> 
 
 def emitted(tokens: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Steady emitted per cycle, T / sum e over all texts (token-weighted). tokens [N], ends [N, K] -> [K]."""
-    return tokens.sum() / ends.sum(0)
+    return per_cycle(tokens.sum(), ends.sum(0))
+
+
+def per_cycle(tokens: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """T / sum e, [..., K] from totals tokens [...] and ends [..., K].
+
+    Where no cycle ended every draft was accepted, in texts too short for more: K + 1, the most there is. NaN without tokens.
+    """
+    tokens = np.asarray(tokens)[..., None]
+    most = np.where(tokens > 0, np.arange(2.0, ends.shape[-1] + 2), np.nan)
+    return np.divide(tokens, ends, out=most, where=ends > 0)
 
 
 def emitted_prompt_mean(tokens: np.ndarray, ends: np.ndarray) -> np.ndarray:

@@ -218,10 +218,10 @@ def decide(facts: StudyFacts, analysis: Analysis, fmt: KVFormat, cost: CostModel
         sentence="",
         capacity=_capacity(facts, speeds, fits),
     )
-    timing_only = _timing_half_width(speeds, made)
+    timing_only, documents = _timing_half_width(speeds, made), analysis.resampler.documents
     if action == "measure_more":
-        made.more_prompts = more_prompts(analysis.documents.count, pay, interval, timing_only)
-    made.sentence = sentence(facts, made, cost.source, kv_share(facts.target_shape, fmt), timing_only)
+        made.more_prompts = more_prompts(documents, pay, interval, timing_only)
+    made.sentence = sentence(facts, made, documents, cost.source, kv_share(facts.target_shape, fmt), timing_only)
     return withheld(made, config) if config.random_weights else made
 
 

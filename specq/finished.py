@@ -52,7 +52,7 @@ class Finished:
             draft_vocab=pair["vocabulary"]["draft_logits"],
             scale_sources=study["scales"],
             warnings={None: list(study["warnings"])} | {n: list(w) for n, w in study["warnings_by_format"].items()},
-            native_fp8=spec.gpu.fp8 if spec.gpu else study["native_fp8"],
+            native_fp8=spec.native_fp8(study["native_fp8"]),
             server=spec.server,
             outliers=[Outlier(**o) for o in study["key_outliers"]],
             lookup=self.lookup,

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from specq import analysis, files, from_server, pairs, recommendation
+from specq import analysis, files, pairs, recommendation
 from specq.analysis import BASE, NULL, Analysis
-from specq.chain import EDGE_WARNING, edge_bias
 from specq.conclude import Conclusion, Material, conclude
 from specq.config import DRAWS, StudyConfig
 from specq.cost import CostModel, FreeDraft, Operating, cycle_times, measured
@@ -229,7 +228,6 @@ def run_study(
         watch.lap("cost")
         facts = gather_facts(config, pair, models, setting, formats, main, own)
         facts.warnings[None] += [*prompt_warnings(config, prompts, prompt_report), *work.notes]
-        facts.warnings[None] += from_server.notes(config)
         study = Study(
             config, directories, pair, models, setting, prompts, prompt_report, main, own, facts, cost,
             timings=watch.seconds,
@@ -313,7 +311,10 @@ def gather_facts(
     config: StudyConfig, pair: pairs.Pair, models: Models, setting: Setting, formats: Sequence[KVFormat], main: TextSet,
     own: dict[str, TextSet],
 ) -> StudyFacts:  # fmt: skip
-    """What all formats share, with the warnings that belong to the study or to one format."""
+    """What all formats share, with the warnings about texts and checkpoints, of the study or of one format.
+
+    What depends on K, batch or context is warned of by `recommend`, since `specq tune` decides for others.
+    """
     notes = [note for model in models.by_role.values() for note in model.notes]
     warnings: dict[str | None, list[str]] = {None: notes}
     if config.random_weights:
@@ -346,17 +347,15 @@ def gather_facts(
                 "the given responses do not look sampled from the target at these settings (sum of b - a per document"
                 f" {mean:+.2f}, standard error {se:.2f}): mu describes this text, not the target's own"
             )
-    positions = float(main.analysis.lengths.mean())
-    edge = edge_bias(main.analysis.arms[BASE].emitted(config.current_k), positions)
-    if edge > EDGE_WARNING:
+    texts = [t for s in (main, *own.values()) for t in s.texts]
+    if empty := sum(t.positions == 0 for t in texts):
         warnings[None].append(
-            f"texts of {positions:.0f} positions on average are short for K = {config.current_k}: the cut last cycle lifts mu"
-            f" and S_k by up to about {100 * edge:.1f} %; shifts between formats hardly feel it"
+            f"{empty} of {len(texts)} texts end at their first token, which prefill gives: they have no cycle and count in no"
+            " figure of acceptance"
         )
-    if 1 < main.analysis.documents.count < 10:
-        warnings[None].append(
-            f"only {main.analysis.documents.count} documents: intervals from so small a sample are rough"
-        )
+    documents = main.analysis.resampler.documents
+    if 1 < documents < 10:
+        warnings[None].append(f"only {documents} documents: intervals from so small a sample are rough")
     spec = parse_cost(config.cost)
     return StudyFacts(
         config=config,
@@ -371,7 +370,7 @@ def gather_facts(
         lookup=None if models.has_draft_model else models.draft,
         scale_sources=sources,
         warnings={name: list(dict.fromkeys(w)) for name, w in warnings.items()},
-        native_fp8=spec.gpu.fp8 if spec.gpu else _native_fp8(config),
+        native_fp8=spec.native_fp8(_native_fp8(config)),
         server=spec.server,
         outliers=find_outliers(main.replay.ranges["target"]),
     )

@@ -93,7 +93,7 @@ def summarise_study(study: "Study") -> dict:
         "bootstrap": {
             "draws": DRAWS,
             "unit": "document",
-            "documents": main.analysis.documents.count,
+            "documents": main.analysis.resampler.documents,
             "seed": config.seed,
         },
         "seconds_per_pass": {f"{p.role}:{p.format.name}:splits{p.order.splits}": s for p, s in replay.seconds.items()},

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     from specq.decision import Capacity, Decision, StudyFacts
 
@@ -16,7 +14,7 @@ def _percents(value: float, interval: list[float]) -> str:
     return f"{_percent(value - 1)} [{100 * (interval[0] - 1):+.1f}, {100 * (interval[1] - 1):+.1f}]"
 
 
-def sentence(facts: "StudyFacts", made: "Decision", source: str, share: float, timing: float) -> str:
+def sentence(facts: "StudyFacts", made: "Decision", documents: int, source: str, share: float, timing: float) -> str:
     """The decision of one format. share: its KV bytes over BF16's; timing: half-width that timing noise gives `pay`."""
     fmt, best, current = made.format, made.recommended, facts.config.current_k
     where = f"batch {made.at[0]}, context {made.at[1]}"
@@ -24,7 +22,7 @@ def sentence(facts: "StudyFacts", made: "Decision", source: str, share: float, t
     k = _k_advice(best, current)
     if fmt.name == "bf16":
         return f"{k} at {where}, by {by}"
-    if np.isnan(made.pay_ci95[0]):
+    if documents < 2:
         return f"measure more: one document shows no spread, so nothing can be decided about {fmt.name}"
     if made.base_at != made.at:
         where = f"{where} (BF16: batch {made.base_at[0]})"

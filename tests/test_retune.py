@@ -87,6 +87,34 @@ def test_other_costs_batches_and_contexts_are_decided_anew(studies):
     assert Recommendation.model_validate_json(after.model_dump_json()) == after
 
 
+def test_findings_are_of_the_machine_and_k_decided_for(studies, tmp_path):
+    """A study for a GPU without FP8 units, decided again by the times of an unnamed machine: nothing is said of its units. The
+    word on texts that are short for K is about the K in use now, and names no other."""
+    timings = tmp_path / "timings.json"
+    timings.write_text(json.dumps(strict_json(studies["measured"][1] / "study.json")["cost"]["details"]["records"]))
+    pair = (studies["root"] / "t", studies["root"] / "d")
+    own = {"batch": (1,), "context": (16,), "prompts": str(studies["root"] / "p.jsonl"), "k_max": 4, "current_k": 3}
+    study, folder = small_study(tmp_path, pair, cost="roofline:a100", **own)
+
+    def codes(rec):
+        return {v.code for v in rec.verdicts}
+
+    before = study.recommendations["fp8_e4m3"]
+    assert "no_native_fp8" in codes(before)
+    for cost, known in ((str(timings), None), (f"roofline:h100@{timings}", True), ("roofline:a100", False)):
+        found = load(folder)
+        assert found.facts(reconfigured(found.config, {"cost": cost})).native_fp8 is known
+        after = again(folder, cost=cost, current_k=1)["fp8_e4m3"].recommendation
+        assert ("no_native_fp8" in codes(after)) == (known is False)
+        for rec, k in ((before, 3), (after, 1)):
+            assert [w for w in rec.warnings if "are short for K" in w] == [
+                w for w in rec.warnings if f"are short for K = {k}:" in w
+            ]
+    assert any("are short for K = 3:" in w for w in before.warnings)
+    from_file, _ = small_study(tmp_path / "file", pair, cost=str(timings), **own)
+    assert from_file.facts.native_fp8 is None
+
+
 def test_a_timings_file_decides_and_its_change_is_noticed(studies, tmp_path):
     """--cost FILE with the study's own repeats gives what `measured` gave; a roofline calibrated on it says so."""
     study, folder = studies["measured"]

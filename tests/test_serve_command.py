@@ -14,9 +14,13 @@ from typer.testing import CliRunner
 
 from specq import cli
 from specq.command import resolve
+from specq.conclude import conclude
 from specq.config import StudyConfig
 from specq.errors import Interrupted, SpecqError
+from specq.finished import load as load_study
+from specq.finished import reconfigured
 from specq.from_server import changed, notes, study_options, text_of, words_without_secrets
+from specq.kv import get_format
 from specq.report.schema import VllmBlock
 from specq.serve_command import read
 
@@ -405,6 +409,20 @@ def test_the_study_of_a_server_gives_its_command_back(server):
     assert any("--quantization" in w for w in rec["warnings"]) and any("does not state" in w for w in rec["warnings"])
     page = next(out.glob("fp8*/report.html")).read_text()
     assert "command line now" in page and "--max-num-seqs 64" in page
+
+
+def test_what_the_server_lacks_is_said_of_the_points_decided_for(server):
+    """Decided again for batches and a vLLM version of one's own: the limits named are those that they break, no older ones."""
+    found = load_study(server[0])
+
+    def said(**changes):
+        config = reconfigured(found.config, changes)
+        made = conclude(found.facts(config), [get_format("fp8")], found.material, found.cost(config))
+        return " ".join(made["fp8_e4m3"].recommendation.warnings)
+
+    assert "is beyond the --max-num-seqs 64" not in said() and "does not state vLLM's version" in said()
+    assert "--batch 128,256 is beyond the --max-num-seqs 64" in said(batch=(1, 128, 256))
+    assert "does not state" not in said(vllm_version="0.24") and "--quantization" in said(vllm_version="0.24")
 
 
 def test_version_notes_are_only_for_those_who_gave_none():

@@ -165,7 +165,7 @@ def test_another_configuration_into_the_same_directory_is_refused(finished):
     assert out.returncode == 2 and (strange / "mine.txt").read_text() == "kept"
 
 
-def small_study(tmp_path, pair=None, dtypes=("fp8",), **options):
+def small_study(tmp_path, pair=None, dtypes=("fp8",), resume=False, **options):
     """Run a study on random models in this process; returns (study, its folder)."""
     from specq.progress import Reporter
 
@@ -176,7 +176,7 @@ def small_study(tmp_path, pair=None, dtypes=("fp8",), **options):
         base |= {"target": str(pair[0]), "draft": str(pair[1])}
     config, directories = resolve(base | options, list(dtypes))
     folder = tmp_path / "out"
-    return run_study(config, directories, folder, False, Reporter(quiet=True)), folder
+    return run_study(config, directories, folder, False, Reporter(quiet=True), resume=resume), folder
 
 
 @pytest.fixture
@@ -297,6 +297,28 @@ def test_one_prompt_gives_nulls_and_a_warning_not_nan(tmp_path):
     assert rec["mu_shift"]["ci95"] == [None, None] and rec["mu_shift"]["se"] is None
     assert rec["mu_shift"]["significant"] is False and any("one document" in w for w in rec["warnings"])
     assert rec["speedup"]["ci95"] == [None, None] and rec["decision"].startswith("measure more")
+
+
+def test_a_text_of_one_token_voids_no_interval(tmp_path, recwarn):
+    """Three prompts, one of which the target answers by EOS: intervals come from the other two and a warning says so; with two
+    prompts one document is left, intervals are null, and that is the reason given."""
+    pair = (save_model(tmp_path / "t", seed=6, scale=3.0), save_model(tmp_path / "d", seed=2, num_hidden_layers=1))
+    rng = np.random.default_rng(0)
+    rows = [{"prompt": " ".join(f"w{i}" for i in rng.integers(3, VOCAB, 12)), "id": f"p{n}"} for n in range(3)]
+    options = dict(prompts=str(tmp_path / "p.jsonl"), output_tokens=48, k_max=4, current_k=3)
+    for count in (3, 2):
+        (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows[-count:])))
+        study, folder = small_study(tmp_path / str(count), pair, num_prompts=count, **options)
+        assert sum(t.positions == 0 for t in study.main.texts) == 1
+        rec = strict_json(folder / "fp8" / "recommendation.json")
+        intervals = [rec["speedup"]["ci95"], rec["break_even"]["speed_ratio_ci95"], rec["mu_shift"]["ci95"]]
+        known = count == 3
+        assert all((x is not None) == known for bounds in intervals for x in bounds)
+        assert any("one document only" in w for w in rec["warnings"]) != known
+        assert ("one document shows no spread" in rec["decision"]) != known
+        assert any(f"1 of {count} texts end at their first token" in w for w in rec["warnings"])
+        assert strict_json(folder / "study.json")["bootstrap"]["documents"] == count - 1
+    assert not [w for w in recwarn.list if issubclass(w.category, RuntimeWarning)]
 
 
 @pytest.mark.parametrize("rule", [("greedy", "standard"), ("probabilistic", "strict")])
