@@ -19,7 +19,6 @@ from specq.counters import CycleCounts
 from specq.engines.metrics.difference import Reading
 from specq.tune import MAX_LOSS
 
-Z = 1.959963984540054  # the normal quantile of a 95 % interval
 MIN_CLUSTERS = 3
 TOO_NARROW = (
     "the interval under independent cycles is too narrow, since cycles of one text resemble each other; scrape more often"
@@ -66,18 +65,18 @@ class Floor(NamedTuple):
 
 
 def wilson(successes: float, trials: int) -> Floor:
-    """Wilson's interval (1927) of a share, and its half width over Z as standard error: never 0, at shares of 0 and 1 too."""
-    p, z2 = successes / trials, Z * Z / trials
-    half = float(Z * np.sqrt(p * (1 - p) / trials + z2 / (4 * trials))) / (1 + z2)
+    """Wilson's interval (1927) of a share, and its half width over NORMAL as standard error: never 0, at shares of 0 and 1 too."""
+    p, z2 = successes / trials, stats.NORMAL**2 / trials
+    half = float(stats.NORMAL * np.sqrt(p * (1 - p) / trials + z2 / (4 * trials))) / (1 + z2)
     centre = (p + z2 / 2) / (1 + z2)
-    return Floor(half / Z, centre - half, centre + half)
+    return Floor(half / stats.NORMAL, centre - half, centre + half)
 
 
 def binomial_floor(successes: float, trials: int) -> Floor:
     """The wider of the plain standard error's interval, below which a share's sampling error is not, and Wilson's."""
     p, found = successes / trials, wilson(successes, trials)
     se = float(np.sqrt(p * (1 - p) / trials))
-    return Floor(max(se, found.se), min(p - Z * se, found.lo), max(p + Z * se, found.hi))
+    return Floor(max(se, found.se), min(p - stats.NORMAL * se, found.lo), max(p + stats.NORMAL * se, found.hi))
 
 
 def mean_floor(counts: CycleCounts) -> Floor:
@@ -89,7 +88,7 @@ def mean_floor(counts: CycleCounts) -> Floor:
     """
     mu = counts.mean_accepted
     if se := independent_se(counts):
-        return Floor(se, mu - Z * se, mu + Z * se)
+        return Floor(se, mu - stats.NORMAL * se, mu + stats.NORMAL * se)
     k = k_measured(counts)
     return Floor(*(k * x for x in binomial_floor(counts.accepted / k, counts.drafts)))
 
@@ -144,7 +143,7 @@ def summarise(reading: Reading) -> dict[str, Any]:
     value = counts.mean_accepted
     block = _block(value, mu, mean_floor(counts), (0.0, float(k)))
     emitted = {**block, "value": value + 1, "ci95": [None if x is None else x + 1 for x in block["ci95"]]}
-    narrow = None if se is None else {"se": se, "ci95": [value - Z * se, value + Z * se]}
+    narrow = None if se is None else {"se": se, "ci95": [value - stats.NORMAL * se, value + stats.NORMAL * se]}
     return common | {
         "num_speculative_tokens_measured": k,
         "acceptance_rate": counts.acceptance_rate,
