@@ -113,8 +113,9 @@ def test_contradicting_counters_give_no_number(counters):
     ("text", "message"),
     [
         ("", "no vllm:spec_decode_num_drafts"),
-        ("sglang:spec_accept_length 2.1\n", "SGLang exports"),
-        ("llamacpp:tokens_predicted_total 5\n", "llama.cpp"),
+        ("sglang:spec_accept_length 2.1\n", "neither drafted nor accepted tokens"),
+        ("sglang:generation_tokens_total 9\nsglang:spec_verify_calls_total 5\n", "neither drafted nor accepted tokens"),
+        ("llamacpp:tokens_predicted_total 5\n", "since August 2026; this one is older"),
         (page("NaN", 3, 1), "no count"),
         (page(-1, 3, 1), "no count"),
         (page("1e300", 3, 1), "no count"),
@@ -143,6 +144,34 @@ def test_reads_what_the_reference_client_writes():
     found = parse(generate_latest(registry).decode(), "client")
     assert list(found) == [Engine("m", "0")]
     assert total(generate_latest(registry).decode()) == CycleCounts(87, 259, 167, (70, 55, 42))
+
+
+def llama_page(drafts, drafted, accepted, per_position=(), suffix="_total"):
+    """Text of llama.cpp's server: its prefix, no labels, positions from the first request that is done."""
+    return "\n".join(
+        [f"# TYPE llamacpp:n_decode_total counter\nllamacpp:n_decode_total {drafts}",
+         *(f"llamacpp:spec_decode_{n}{suffix} {x:g}" for n, x in zip(NAMES, (drafts, drafted, accepted), strict=False)),
+         *(f'llamacpp:spec_decode_{NAMES[3]}{suffix}{{position="{i}"}} {x}' for i, x in enumerate(per_position)), ""]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["", "_total"])
+def test_llamacpp_counters_are_read_like_vllms(suffix):
+    """The same counters under another prefix; the positions that appear with the first request are no restart."""
+    before, first = llama_page(0, 0, 0, (), suffix), llama_page(100, 300, 150, (70, 50, 30), suffix)
+    after = llama_page(187, 559, 317, (140, 105, 72), suffix)
+    pages = [(n, parse(text, n)) for n, text in zip("abc", (before, first, after), strict=True)]
+    made = difference(pages)[""]
+    assert made.clusters == [CycleCounts(100, 300, 150, (70, 50, 30)), CycleCounts(87, 259, 167, (70, 55, 42))]
+    assert made.notes == []
+
+
+def test_llamacpp_counters_that_it_rounds_are_refused():
+    """From a million on it writes 1.23457e+06: no difference can be made of six digits. vLLM writes all of them."""
+    text = llama_page(999_999, 1_234_567, 900_000)
+    with pytest.raises(SpecqError, match="six digits"):
+        parse(text, "x")
+    assert parse(page(999_999, "1.234567e+06", 900_000), "x")[Engine("m", "0")].drafted == 1_234_567
 
 
 def test_several_models_want_a_choice(tmp_path):

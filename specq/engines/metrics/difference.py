@@ -41,7 +41,8 @@ def _counts(c: Counters, where: str) -> CycleCounts:
 
 
 def _fell(before: Counters, after: Counters) -> bool:
-    other_k = len(before.per_position) != len(after.per_position)  # K is fixed while a server runs
+    # K is fixed while a server runs; llama.cpp has no positions before its first request is done
+    other_k = before.drafts and len(before.per_position) != len(after.per_position)
     pairs = [(before.drafts, after.drafts), (before.drafted, after.drafted), (before.accepted, after.accepted)]
     pairs += [(n, after.per_position.get(i, 0)) for i, n in before.per_position.items()]
     reborn = before.born is not None and after.born is not None and after.born != before.born

@@ -1,7 +1,8 @@
-"""Prometheus text of a vLLM server -> its speculative-decoding counters, one entry per engine.
+"""Prometheus text of a vLLM or llama.cpp server -> its speculative-decoding counters, one entry per engine.
 
 Names are matched whole: `..._num_accepted_tokens` is not the start of `..._num_accepted_tokens_per_pos`, and `_created`
-timestamps are no counts. Names and labels as in vLLM's v1/spec_decode/metrics.py (0.24 and 0.32).
+timestamps are no counts. Names and labels as in vLLM's v1/spec_decode/metrics.py (0.24 and 0.32). llama.cpp's server (since its
+pull request 26389, August 2026) counts the same under the same names after a prefix of its own, without labels but the position.
 """
 
 from collections.abc import Mapping
@@ -12,13 +13,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from specq.errors import SpecqError
 
 PREFIX = "vllm:spec_decode_num_"
+LLAMA_PREFIX = "llamacpp:spec_decode_num_"
+LLAMA_ROUNDS = 1e6  # llama.cpp streams its counters as C++ doubles of six digits, those by position as whole numbers
 LARGEST = 1e15  # beyond it a float is no exact count any more, and no server has counted so far
 PER_POSITION = "accepted_tokens_per_pos"
 COUNTERS = {"drafts": "drafts", "draft_tokens": "drafted", "accepted_tokens": "accepted"}
 # Other servers export what no before/after difference can be made of.
-GAUGES_ONLY = {
-    "sglang:spec_accept_length": "SGLang exports its acceptance length as a gauge over a recent window, without counts",
-    "llamacpp:": "llama.cpp's server exports no number of drafts",
+NO_COUNTERS = {
+    "sglang:": "SGLang counts verifications (sglang:spec_verify_calls_total) and exports the acceptance length as a gauge, but"
+    " counts neither drafted nor accepted tokens, and nothing by position",
+    "llamacpp:": f"llama.cpp's server exports {LLAMA_PREFIX}drafts since August 2026; this one is older",
 }
 
 
@@ -54,13 +58,18 @@ class Counters:
 def _count(value: float, what: str, source: str) -> int:
     if not 0 <= value <= LARGEST or value != round(value):
         raise SpecqError(f"{source}: {what} is {value}, which is no count")
+    if what.startswith(LLAMA_PREFIX) and PER_POSITION not in what and value >= LLAMA_ROUNDS:
+        raise SpecqError(
+            f"{source}: {what} is {value:g}, and llama.cpp writes counters of a million and more with six digits only, too few"
+            " for a difference: start the server anew and take both scrapes before it has counted so far"
+        )
     return int(value)
 
 
 def _position(labels: Mapping[str, str], source: str) -> int:
     text = labels.get("position", "")
     if not (text.isascii() and text.isdigit() and len(text) < 6):
-        raise SpecqError(f"{source}: {PREFIX}{PER_POSITION} has a position label {text!r}, which is no position")
+        raise SpecqError(f"{source}: {PER_POSITION} has a position label {text!r}, which is no position")
     return int(text)
 
 
@@ -82,10 +91,11 @@ def parse(text: str, source: str) -> dict[Engine, Counters]:
     except Exception as error:  # the parser raises ValueError, IndexError and KeyError alike on what is no metrics text
         raise SpecqError(f"{source} is no Prometheus text: {str(error) or type(error).__name__}") from None
     for sample in samples:
-        other = other or next((why for start, why in GAUGES_ONLY.items() if sample.name.startswith(start)), None)
-        if not sample.name.startswith(PREFIX):
+        other = other or next((why for start, why in NO_COUNTERS.items() if sample.name.startswith(start)), None)
+        prefix = next((p for p in (PREFIX, LLAMA_PREFIX) if sample.name.startswith(p)), None)
+        if prefix is None:
             continue
-        name = sample.name.removeprefix(PREFIX)
+        name = sample.name.removeprefix(prefix)
         if name == "drafts_created":
             found.setdefault(_engine(sample.labels), Counters()).born = sample.value
             continue
@@ -110,7 +120,7 @@ def parse(text: str, source: str) -> dict[Engine, Counters]:
         )
     for engine, counters in found.items():
         if counters.drafted is None or counters.accepted is None:
-            raise SpecqError(f"{source} lacks {PREFIX}draft_tokens or {PREFIX}accepted_tokens for {engine.name}")
+            raise SpecqError(f"{source} lacks the counter of draft_tokens or accepted_tokens for {engine.name}")
         if sorted(counters.per_position) != list(range(len(counters.per_position))):
             raise SpecqError(f"{source} has per-position counters with gaps for {engine.name}")
     return found
