@@ -75,7 +75,7 @@ def test_difference_of_two_scrapes_and_reset():
     assert counts == CycleCounts(87, 259, 167, (70, 55, 42))
     reset = difference([("b", parse(after, "b")), ("a", parse(before, "a"))])["m"]
     assert reset.total == CycleCounts(100, 300, 150, (70, 50, 30))
-    assert any("counter reset" in n for n in reset.notes)
+    assert any("counter reset" in n and "or the files are out of order" in n for n in reset.notes)
     alone = difference([("a", parse(before, "a"))])["m"]
     assert any("since the server's start" in n for n in alone.notes)
 
@@ -86,6 +86,34 @@ def test_restart_that_overtook_the_old_counts_is_seen_by_its_birth():
     before = page(10, 30, 12, (6, 4, 2)) + born.format(1.0)
     after = page(20, 60, 24, (12, 8, 4)) + born.format(2.0)
     assert difference([("a", parse(before, "a")), ("b", parse(after, "b"))])["m"].total.drafts == 20
+    with pytest.raises(SpecqError, match="b, model m, engine 0 was created earlier.*out of order.*before is a"):
+        difference([("a", parse(after, "a")), ("b", parse(before, "b"))])
+
+
+@pytest.mark.parametrize("order", ["0213", "10"])
+def test_files_out_of_order_are_no_restart(order):
+    """M-04: counters that fell with their creation time unchanged are refused by name; a restart would have changed it."""
+    born = 'vllm:spec_decode_num_drafts_created{engine="0",model_name="m"} 1.7769e+09\n'
+    pages = [page(1000 * n, 3000 * n, 1500 * n, (700 * n, 500 * n, 300 * n)) + born for n in range(1, 5)]
+    with pytest.raises(
+        SpecqError, match=r"s[01], .* did not restart: the files are out of order \(the one before is s[12]\)"
+    ):
+        difference([(f"s{n}", parse(pages[int(n)], n)) for n in order])
+    assert difference([(n, parse(pages[int(n)], n)) for n in "0123"])["m"].total.drafts == 3000
+    cut = "\n".join(x for x in pages[1].split("\n") if "position" not in x)
+    with pytest.raises(SpecqError, match="another number of positions.*damaged"):
+        difference([("a", parse(pages[0], "a")), ("b", parse(cut, "b"))])
+
+
+def test_a_contradiction_is_told_in_the_numbers_of_its_files():
+    """By itself where one file has it, else as what lies between two."""
+    first, torn, later = page(5, 15, 3, (3, 0, 0)), page(9, 27, 8, (3, 2, 2)), page(9, 27, 7, (3, 2, 2))
+    with pytest.raises(SpecqError, match=r"^b, model m, engine 0: .*\[3, 2, 2\].*9 drafts.* sum to 8 accepted"):
+        difference([("a", parse(first, "a")), ("b", parse(torn, "b"))])
+    with pytest.raises(SpecqError, match=r"^a, model m, engine 0: .*sum to 8 accepted"):
+        difference([("a", parse(torn, "a")), ("b", parse(page(20, 60, 8, (3, 3, 2)), "b"))])
+    with pytest.raises(SpecqError, match=r"^from a to b, model m, engine 0: .*\[0, 2, 2\].*4 drafts"):
+        difference([("a", parse(first, "a")), ("b", parse(later, "b"))])
 
 
 def test_per_position_counters_are_not_accepted_tokens():

@@ -1,8 +1,9 @@
 """From scrapes in order of time to what happened between them.
 
-A counter that fell, was created anew, or has another number of positions means that the server restarted: what it shows
-afterwards was counted since then, and what it counted between the last scrape and the restart is lost. Nothing is ever
-negative.
+Counters that were created anew mean that the server restarted: what it shows afterwards was counted since then, and what it
+counted between the last scrape and the restart is lost. Where a server tells no creation time (`_created`), a counter that fell
+or has another number of positions means the same. Where it does and the time is the old one, no restart explains a fall: the
+files are out of order. Nothing is ever negative.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,13 +41,26 @@ def _counts(c: Counters, where: str) -> CycleCounts:
         raise SpecqError(f"{where}: {error}") from None
 
 
-def _fell(before: Counters, after: Counters) -> bool:
+def _restarted(before: Counters, after: Counters) -> bool:
+    """Whether a server counted anew between two scrapes. Raises SpecqError where the second cannot be of a later time."""
     # K is fixed while a server runs; llama.cpp has no positions before its first request is done
-    other_k = before.drafts and len(before.per_position) != len(after.per_position)
+    other_k = bool(before.drafts) and len(before.per_position) != len(after.per_position)
     pairs = [(before.drafts, after.drafts), (before.drafted, after.drafted), (before.accepted, after.accepted)]
     pairs += [(n, after.per_position.get(i, 0)) for i, n in before.per_position.items()]
-    reborn = before.born is not None and after.born is not None and after.born != before.born
-    return reborn or other_k or any(b > a for b, a in pairs)
+    fell = other_k or any(b > a for b, a in pairs)
+    if before.born is None or after.born is None:
+        return fell
+    if after.born < before.born:
+        raise SpecqError("was created earlier: the files are out of order, or of several servers")
+    if after.born == before.born and other_k:
+        raise SpecqError(
+            "has another number of positions, though it was created at the same time: one of the two is damaged"
+        )
+    if after.born == before.born and fell:
+        raise SpecqError(
+            "shows less, though it was created at the same time and did not restart: the files are out of order"
+        )
+    return after.born > before.born
 
 
 def _minus(after: Counters, before: Counters) -> Counters:
@@ -71,23 +85,30 @@ def difference(scrapes: Sequence[tuple[str, Mapping[Engine, Counters]]]) -> dict
             readings[engine.model].unit = "engine"
             readings[engine.model].notes = ["one scrape only: the counts are those since the server's start"]
         return readings
-    last: dict[Engine, Counters] = dict(scrapes[0][1])
+    for engine, counters in scrapes[0][1].items():
+        _counts(counters, f"{names[0]}, {engine.name}")  # what a file says by itself is judged in its own numbers
+    last = {engine: (names[0], counters) for engine, counters in scrapes[0][1].items()}
     for name, scrape in scrapes[1:]:
         for engine, now in scrape.items():
-            reading, before = readings[engine.model], last.get(engine)
+            reading, (earlier, before) = readings[engine.model], last.get(engine, (None, None))
+            where, change = f"{name}, {engine.name}", now
+            try:
+                anew = before is not None and _restarted(before, now)
+            except SpecqError as error:
+                raise SpecqError(f"{where} {error} (the one before is {earlier})") from None
             if before is None:
                 reading.notes.append(f"{name}: {engine.name} is new and counted from its start")
-                change = now
-            elif _fell(before, now):
+            elif anew:
+                order = "" if now.born is not None else ", or the files are out of order, which they do not tell"
                 reading.notes.append(
-                    f"{name}: counter reset of {engine.name} (the server restarted); counted from the restart on, and what"
-                    " it did between the scrape before and the restart is lost"
+                    f"{name}: counter reset of {engine.name} (the server restarted{order}); counted from the restart on, and"
+                    " what it did between the scrape before and the restart is lost"
                 )
-                change = now
             else:
-                change = _minus(now, before)
-            last[engine] = now
-            counts = _counts(change, f"{name}, {engine.name}")
+                _counts(now, where)
+                where, change = f"from {earlier} to {where}", _minus(now, before)
+            last[engine] = name, now
+            counts = _counts(change, where)
             if counts.drafts:
                 reading.clusters.append(counts)
     for engine in scrapes[0][1]:

@@ -65,7 +65,7 @@ class Floor(NamedTuple):
 
 
 def wilson(successes: float, trials: int) -> Floor:
-    """Wilson's interval (1927) of a share, and its half width over NORMAL as standard error: never 0, at shares of 0 and 1 too."""
+    """Wilson's interval (1927) of a share, and its half width over NORMAL as standard error: never 0, not even at 0 and 1."""
     p, z2 = successes / trials, stats.NORMAL**2 / trials
     half = float(stats.NORMAL * np.sqrt(p * (1 - p) / trials + z2 / (4 * trials))) / (1 + z2)
     centre = (p + z2 / 2) / (1 + z2)

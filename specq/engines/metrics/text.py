@@ -2,7 +2,7 @@
 
 Names are matched whole: `..._num_accepted_tokens` is not the start of `..._num_accepted_tokens_per_pos`, and `_created`
 timestamps are no counts. Names and labels as in vLLM's v1/spec_decode/metrics.py (0.24 and 0.32). llama.cpp's server (since its
-pull request 26389, August 2026) counts the same under the same names after a prefix of its own, without labels but the position.
+pull request 26389, August 2026) counts the same under these names after a prefix of its own, without labels but the position.
 """
 
 from collections.abc import Mapping
