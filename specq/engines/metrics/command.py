@@ -106,9 +106,7 @@ def _scraped(
         raise SpecqError(f"{error}; {kept}") from error
     found["notes"].append(kept)
     if missed:
-        found["notes"].append(
-            f"{missed} scrapes found no counters; what a server did between its last scrape and a restart is lost"
-        )
+        found["notes"].append(f"{len(missed)} further scrapes gave nothing to use; the last: {missed[-1]}")
     return found
 
 

@@ -5,6 +5,7 @@ timestamps are no counts. Names and labels as in vLLM's v1/spec_decode/metrics.p
 pull request 26389, August 2026) counts the same under these names after a prefix of its own, without labels but the position.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,6 +25,13 @@ NO_COUNTERS = {
     " counts neither drafted nor accepted tokens, and nothing by position",
     "llamacpp:": f"llama.cpp's server exports {LLAMA_PREFIX}drafts since August 2026; this one is older",
 }
+
+
+METRIC = re.compile(r"^[A-Za-z_:][\w:]*(\{.*\})?[ \t]+[-+]?(\d|Inf|NaN)", re.MULTILINE)
+
+
+class NotThere(SpecqError):
+    """No counters, and a later answer will not differ: no metrics at all, or those of a server that does not count."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,8 @@ def _engine(labels: Mapping[str, str]) -> Engine:
 def parse(text: str, source: str) -> dict[Engine, Counters]:
     """Counters per engine. `source` names the text in messages.
 
-    Raises SpecqError where the text is no Prometheus text, holds no such counters, or names one series twice.
+    Raises SpecqError where the text is no Prometheus text, holds no such counters (NotThere where it is not merely empty or
+    cut), or names one series twice.
     """
     found: dict[Engine, Counters] = {}
     seen: set[tuple] = set()
@@ -89,7 +98,8 @@ def parse(text: str, source: str) -> dict[Engine, Counters]:
     try:
         samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     except Exception as error:  # the parser raises ValueError, IndexError and KeyError alike on what is no metrics text
-        raise SpecqError(f"{source} is no Prometheus text: {str(error) or type(error).__name__}") from None
+        kind = SpecqError if METRIC.search(text) else NotThere
+        raise kind(f"{source} is no Prometheus text: {(str(error) or type(error).__name__)[:80]}") from None
     for sample in samples:
         other = other or next((why for start, why in NO_COUNTERS.items() if sample.name.startswith(start)), None)
         prefix = next((p for p in (PREFIX, LLAMA_PREFIX) if sample.name.startswith(p)), None)
@@ -114,7 +124,8 @@ def parse(text: str, source: str) -> dict[Engine, Counters]:
             setattr(counters, COUNTERS[name], value)
     found = {e: c for e, c in found.items() if c.drafts is not None}
     if not found:
-        raise SpecqError(
+        # a vLLM that speculates has them from its start on (SpecDecodingProm), so their absence will not change
+        raise (NotThere if samples else SpecqError)(
             f"{source} holds no {PREFIX}drafts counter"
             + (f": {other}" if other else "; a vLLM server exports it on /metrics when it speculates")
         )
