@@ -337,6 +337,36 @@ def test_benchmark_result(tmp_path):
     assert read([path]).total == CycleCounts(87, 259, 167, (70, 55, 42))
 
 
+def test_benchmark_results_in_a_list(tmp_path):
+    """As a sweep writes them: as many runs as in files of their own."""
+    result = {"spec_decode_num_drafts": 87, "spec_decode_draft_tokens": 259, "spec_decode_accepted_tokens": 167}
+    (tmp_path / "b.json").write_text(json.dumps([result, {"runs": [result | {"spec_decode_accepted_tokens": 150}]}]))
+    reading = read([tmp_path / "b.json"])
+    assert reading.clusters == [CycleCounts(87, 259, 167, None), CycleCounts(87, 259, 150, None)]
+    assert reading.unit == "benchmark run"
+
+
+def test_a_file_given_twice_is_refused(tmp_path):
+    """It would be counted twice, and agree with itself: an interval from one run. By another path too."""
+    result = {"spec_decode_num_drafts": 87, "spec_decode_draft_tokens": 259, "spec_decode_accepted_tokens": 167}
+    (tmp_path / "b.json").write_text(json.dumps(result))
+    (tmp_path / "link.json").symlink_to(tmp_path / "b.json")
+    for again in ("b.json", "../" + tmp_path.name + "/b.json", "link.json"):
+        with pytest.raises(SpecqError, match="given twice"):
+            read([tmp_path / "b.json", tmp_path / again])
+
+
+def test_cut_log_lines_are_counted_in_a_note():
+    line = (
+        "SpecDecoding metrics: Mean acceptance length: 2.20, Accepted: 12 tokens, Drafted: 30 tokens, Per-position"
+        " acceptance rate: 0.600, 0.400, 0.200"
+    )
+    reading = other_reading(f"{line}\n{line[:70]}\nother\n{line}\nSpecDecoding metrics: nan\n", "log")
+    assert reading.total == CycleCounts(20, 60, 24, (12, 8, 4))
+    assert any("log: 2 of 4 'SpecDecoding metrics:' lines" in n for n in reading.notes)
+    assert not any("lines are cut" in n for n in other_reading(line, "log").notes)
+
+
 def test_histograms_per_request_are_clusters(tmp_path):
     path = tmp_path / "requests.jsonl"
     rows = [{"metrics": {"speculative_decoding": {"acceptance_histogram": [4, 2, 2, 2]}}} for _ in range(5)]

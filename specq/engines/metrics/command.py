@@ -1,5 +1,6 @@
 """What `specq import-metrics` does: files (or a live server) in, acceptance with its uncertainty out."""
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,8 +23,13 @@ from specq.terminal import Terminal
 def read(paths: Sequence[Path], model: str | None = None) -> Reading:
     """One Reading from files of one kind: scrapes in order of time, or results, logs and histograms to be pooled.
 
-    Raises SpecqError for files of mixed kinds, and for scrapes of several models of which none is chosen.
+    Raises SpecqError for files of mixed kinds, one given twice, and scrapes of several models of which none is chosen.
     """
+    seen: set[str] = set()
+    for path in paths:
+        if (where := os.path.realpath(path)) in seen:
+            raise SpecqError(f"{path} is given twice; what it counts is counted once")
+        seen.add(where)
     texts = [(path, read_text(path)) for path in paths]
     others = [other_reading(text, path.name) for path, text in texts]
     if model is not None and any(o is not None for o in others):

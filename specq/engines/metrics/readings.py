@@ -1,6 +1,6 @@
 """Files that hold acceptance in other forms than Prometheus text, and which form a file has.
 
-vllm bench serve   JSON with spec_decode_num_drafts, ..._accepted_tokens, ... (vLLM's benchmarks/serve.py)
+vllm bench serve   JSON with spec_decode_num_drafts, ..._accepted_tokens, ... (vLLM's benchmarks/serve.py), or a list of such
 log                lines "SpecDecoding metrics: Mean acceptance length: ..." (rounded: counts are reconstructed)
 histograms         objects with `acceptance_histogram`, one per request (vLLM 0.32's metrics.speculative_decoding), as a
                    JSON value or one per line; entry j counts the cycles that accepted j drafts
@@ -42,10 +42,10 @@ def other_reading(text: str, source: str) -> Reading | None:
     if text.lstrip()[:1] not in ("{", "["):
         return None
     values = list(_json_values(text, source))
-    bench = [v for v in values if isinstance(v, dict) and "spec_decode_num_drafts" in v]
+    bench = [b for v in values for b in _objects(v, "spec_decode_num_drafts")]
     if bench:
         return Reading(source, [_from_bench(v, source) for v in bench], unit="benchmark run")
-    found = [_from_histogram(h, source) for v in values for h in _histograms(v)]
+    found = [_from_histogram(h, source) for v in values for h in _objects(v, "acceptance_histogram")]
     if not found:
         raise SpecqError(f"{source} is JSON without spec_decode_num_drafts or acceptance_histogram")
     return Reading(source, [c for c in found if c.drafts], unit="request")
@@ -67,11 +67,12 @@ def _json_values(text: str, source: str) -> Iterator[Any]:
         raise SpecqError(f"{source} is JSON nested too deeply to be a result") from None
 
 
-def _histograms(value: Any) -> Iterator[dict]:  # noqa: ANN401 - any JSON value
+def _objects(value: Any, key: str) -> Iterator[dict]:  # noqa: ANN401 - any JSON value
+    """The objects that have `key`, however deep they lie, in order."""
     stack = [value]
     while stack:
         item = stack.pop()
-        if isinstance(item, dict) and "acceptance_histogram" in item:
+        if isinstance(item, dict) and key in item:
             yield item
         elif isinstance(item, (dict, list)):
             stack += reversed(list(item.values()) if isinstance(item, dict) else item)
@@ -115,15 +116,18 @@ def _from_bench(value: dict, source: str) -> CycleCounts:
 
 
 def _from_log(text: str, source: str) -> Reading:
-    found = [m for line in text.split("\n") if LOG_MARK in line for m in [_LOG.search(line)] if m]
+    lines = [line for line in text.split("\n") if LOG_MARK in line]
+    found = [m for m in map(_LOG.search, lines) if m]
     if not found:
         raise SpecqError(f"{source}: no complete '{LOG_MARK}' line as vLLM 0.24 to 0.32 writes them")
     clusters = []
     for m in found:
         rates = [float(r) for r in re.findall(_NUMBER, m[4])]
         clusters.append(_reconstruct(float(m[1]), int(m[2]), int(m[3]), rates, source))
-    note = "the log rounds its rates to three digits: drafts and per-position counts are reconstructed from them"
-    return Reading(source, [c for c in clusters if c.drafts], [note], exact=False, unit="log line")
+    notes = ["the log rounds its rates to three digits: drafts and per-position counts are reconstructed from them"]
+    if cut := len(lines) - len(found):
+        notes.append(f"{source}: {cut} of {len(lines)} '{LOG_MARK}' lines are cut or of another form and are left out")
+    return Reading(source, [c for c in clusters if c.drafts], notes, exact=False, unit="log line")
 
 
 def _reconstruct(mean: float, accepted: int, drafted: int, rates: list[float], source: str) -> CycleCounts:
