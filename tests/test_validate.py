@@ -156,6 +156,13 @@ def test_file_answers_the_questions(study, swept):
     assert any("cannot set the draft's KV format" in w for w in made["warnings"])
 
 
+def test_one_measured_k_is_no_best():
+    """`--cell fp8:4` alone compares nothing: no best K and no regret of the recommended one."""
+    alone, two = speed.regret({4: [10.0, 10.2]}, 4), speed.regret({2: [9.0], 4: [10.0]}, 2)
+    assert command.regret_sentence(alone).startswith("only K = 4 was measured, recommended 4, regret not known (repeats")
+    assert command.regret_sentence(two) == "best measured K = 4, recommended 2, regret 10.0 %"
+
+
 def test_tokens_that_counters_would_need():
     """The closed form, to two digits; and passes that repeat the documents give no traffic of their own: errors of one pass."""
     assert agreement.serving_tokens_needed((1000, 0.1), (3000, 0.2), 0.01) == 2_000_000

@@ -196,10 +196,12 @@ def regret_sentence(f: Mapping[str, Any]) -> str:
     def lost(x: float | None) -> str:
         return "not measured" if x is None else f"{100 * x:.1f} %"
 
-    said = f"best measured K = {f['measured_best_k']}, recommended {f['recommended_k']}, regret {lost(f['regret'])}"
+    only = len(f["tokens_per_second"]) == 1
+    said = f"only K = {f['measured_best_k']} was measured" if only else f"best measured K = {f['measured_best_k']}"
+    said += f", recommended {f['recommended_k']}, regret {'not known' if only else lost(f['regret'])}"
     if f["spread_of_repeats"] is not None:
         said += f" (repeats scatter by {100 * f['spread_of_repeats']:.1f} %)"
-    if new := f.get("retuned"):
+    if (new := f.get("retuned")) and not only:
         said += f"; with this engine's step times recommended {new['recommended_k']}, regret {lost(new['regret'])}"
     return said
 
