@@ -65,6 +65,8 @@ def vllm_section(made: Mapping[str, Any], cost: TableCost, pair: str) -> list[st
     """Cycle times and speedups that vLLM showed with synthetic acceptance, beside those of specq's own step times."""
     engine, work = made["engine"], made["workload"]
     batch, context = work["requests_in_flight"], work["context"]
+    named = any(c["draft_sampling"] == "probabilistic" for c in made["cells"])
+    greedy = " Drafts were greedy, as vLLM's are with synthetic acceptance: vllm.json names them probabilistic." * named
     lines = [
         "## The same shape in vLLM, acceptance synthetic",
         "",
@@ -78,7 +80,7 @@ def vllm_section(made: Mapping[str, Any], cost: TableCost, pair: str) -> list[st
         " of steady steps, in which every request decodes, and the speedup beside it theirs, with emitted per cycle as asked,"
         " from the study of the embedded pair; throughput and time per token (as speedups) count prefill, which is most of this"
         " run. Own steps are those above, interpolated between their contexts, with the draft's cache in BF16; in vLLM"
-        f" {engine['vllm']} the draft's cache has the target's format.",
+        f" {engine['vllm']} the draft's cache has the target's format.{greedy}",
         "",
         "| KV cache | K | backend | ms per cycle, vLLM (steps) | own steps | own over vLLM, less 1 | emitted (counted) |"
         " speedup, vLLM | own steps | throughput, vLLM | time per token, vLLM |",
