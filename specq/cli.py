@@ -241,7 +241,9 @@ def validate(
         bool, typer.Option("--eager", help="No compilation and graphs: starts faster; its times are not a server's.")
     ] = False,
     tensor_parallel: Annotated[int, typer.Option(help="GPUs of the engine.")] = 1,
-    memory_share: Annotated[float, typer.Option(help="vLLM's gpu_memory_utilization.")] = 0.9,
+    memory_share: Annotated[
+        float | None, typer.Option(help="vLLM's gpu_memory_utilization; default 0.9, on a CPU 0.3.")
+    ] = None,
     time_limit: Annotated[float, typer.Option(help="Seconds that one cell may take.")] = 900.0,
     stop_after: Annotated[float | None, typer.Option(help="Seconds after which no further cell is started.")] = None,
     at_once: Annotated[int, typer.Option(help="Cells that run at once, each on GPUs of its own.")] = 1,

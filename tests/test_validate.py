@@ -159,7 +159,9 @@ def test_file_answers_the_questions(study, swept):
 def test_one_measured_k_is_no_best():
     """`--cell fp8:4` alone compares nothing: no best K and no regret of the recommended one."""
     alone, two = speed.regret({4: [10.0, 10.2]}, 4), speed.regret({2: [9.0], 4: [10.0]}, 2)
-    assert command.regret_sentence(alone).startswith("only K = 4 was measured, recommended 4, regret not known (repeats")
+    assert command.regret_sentence(alone).startswith(
+        "only K = 4 was measured, recommended 4, regret not known (repeats"
+    )
     assert command.regret_sentence(two) == "best measured K = 4, recommended 2, regret 10.0 %"
 
 
@@ -354,6 +356,12 @@ POINTERS = [
     " cause.",
     "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}",
 ]  # fmt: skip
+TOO_LITTLE = (
+    "Available memory on node 0 (19.5/23.54 GiB) on startup is less than desired CPU memory utilization (0.9, 21.19 GiB). On"
+    " the CPU backend, the `--gpu-memory-utilization` flag controls the fraction of CPU memory reserved (despite its name). To"
+    " resolve: decrease `--gpu-memory-utilization` (e.g. `--gpu-memory-utilization 0.5`) or reduce CPU memory used by other"
+    " processes."
+)
 TRACE = ["Traceback (most recent call last):", '  File "vllm/attention.py", line 482, in forward']
 
 
@@ -380,6 +388,8 @@ TRACE = ["Traceback (most recent call last):", '  File "vllm/attention.py", line
          "torch.Unsupported: Data-dependent assertion failed (graph): assert dtype in {'fp8'}"),
         (["\x1b[0;36m(EngineCore pid=7)\x1b[0;0m ValueError: coloured", *POINTERS], "ValueError: coloured"),
         (POINTERS, POINTERS[1]),  # better than nothing
+        (["ValueError: " + TOO_LITTLE], f"ValueError: {TOO_LITTLE} (`specq validate` sets it by --memory-share)"),
+        (["ValueError: " + 200 * "long "], "ValueError: " + 97 * "long " + "..."),
     ],
 )  # fmt: skip
 def test_last_words_are_the_cause(tmp_path, lines, said):
@@ -398,6 +408,17 @@ def test_a_failed_cell_names_its_log_as_the_user_finds_it(study, monkeypatch, ca
         path = told.partition("log: ")[2].splitlines()[0]
         assert path == "a/b/cells/bf16-k0.log" and "ValueError: Selected backend" in Path(path).read_text()
     assert made["cells"][0]["error"] == "ValueError: Selected backend is not valid for this configuration (exit code 1)"
+
+
+@pytest.mark.parametrize(("gpu", "given", "share"), [(True, None, 0.9), (False, None, 0.3), (False, 0.5, 0.5)])
+def test_a_cpu_gives_the_engine_a_smaller_share_of_memory(study, tmp_path, monkeypatch, gpu, given, share):
+    """On a CPU vLLM refuses to start unless the whole share is free, which nine tenths never are."""
+    monkeypatch.setattr(command, "has_gpu", lambda: gpu)
+    kept = sweep(
+        study, tmp_path, fake("crash"), dtypes=["bf16"], ks=[0], extra=[], memory_share=given, limits=Limits(60.0)
+    )
+    request = json.loads((tmp_path / "cells" / f"{kept['cells'][0]['name']}.request.json").read_text())
+    assert request["engine"]["gpu_memory_utilization"] == share
 
 
 def test_stop_after_leaves_cells_pending(study):

@@ -17,6 +17,7 @@ from specq.engines.vllm.validate import (
     Limits,
     Validation,
     cells_folder,
+    has_gpu,
     installed_version,
     synthetic_workload,
     workload,
@@ -28,6 +29,7 @@ from specq.terminal import Terminal
 from specq.vllm_options import PROBED, parse_version
 
 MAX_EXTRA_K = (2, 4, 8)
+GPU_SHARE, CPU_SHARE = 0.9, 0.3  # of the memory; on a CPU vLLM starts only where so much is free
 
 
 def cells_of(found: Finished, dtypes: Sequence[str], ks: Sequence[int] | None, extra: Sequence[str]) -> list[Cell]:
@@ -64,7 +66,7 @@ def _refuse_senseless(positive: Mapping[str, float | None], memory_share: float,
         if value is not None and not value > 0:
             raise SpecqError(f"--{name} must be positive, not {value}")
     if not 0 < memory_share <= 1:
-        raise SpecqError(f"--memory-share is a share of the GPU's memory, beyond 0 and up to 1, not {memory_share}")
+        raise SpecqError(f"--memory-share is a share of the device's memory, beyond 0 and up to 1, not {memory_share}")
     if stop_after is not None and not stop_after >= 0:
         raise SpecqError(f"--stop-after takes seconds, not {stop_after}")
 
@@ -85,7 +87,7 @@ def validate_command(
     probe: bool,
     eager: bool,
     tensor_parallel: int,
-    memory_share: float,
+    memory_share: float | None,
     limits: Limits,
     device: str | None,
     out: Path | None,
@@ -96,6 +98,8 @@ def validate_command(
     """Run or continue a sweep and print its answer; returns validation.json's content. See `specq validate --help`."""
     found = load(study_dir)
     version = version or installed_version()
+    if memory_share is None:
+        memory_share = GPU_SHARE if has_gpu() else CPU_SHARE
     if device:
         found.config = validated(found.config.model_dump() | {"device": device})
     _refuse_senseless(

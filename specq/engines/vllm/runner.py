@@ -33,6 +33,8 @@ PREFIX = re.compile(  # of vLLM's log: (process pid=1) LEVEL date time [file:lin
     r"(?:\((\w[^()]*\bpid=[^()]*)\) ?)?(?:(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?(.*)"
 )
 EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Exit):")
+MEMORY = re.compile(r"gpu.memory.utilization", re.IGNORECASE)
+LONGEST = 500  # characters of an engine's last words
 BACKEND = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+)(?: attention)? backend")
 
 
@@ -164,7 +166,8 @@ def _end_group(process: subprocess.Popen) -> None:
 
 
 def last_words(log: Path) -> str:
-    """The line of a log that says why a process failed: the last exception's that does not point to another, else the last.
+    """The line of a log that says why a process failed: the last exception's that does not point to another, else the last;
+    with specq's name of an option of vLLM's that it speaks of.
 
     An exception ends a traceback or stands by its name; what vLLM logs below ERROR did not fail. Where the exception says
     only that an assertion failed, the assertion is added.
@@ -186,7 +189,8 @@ def last_words(log: Path) -> str:
     said = (causes or errors or lines or ["it said nothing"])[-1]
     if re.search(r"assertion failed|^AssertionError$", said) and asserted:
         said += f": {asserted}"
-    return said[:300]
+    hint = " (`specq validate` sets it by --memory-share)" if MEMORY.search(said) else ""
+    return (said if len(said) <= LONGEST else said[:LONGEST].rsplit(" ", 1)[0] + " ...") + hint
 
 
 def _backends(log: Path) -> tuple[str, ...]:
