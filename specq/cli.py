@@ -12,7 +12,7 @@ import typer
 from specq import __version__
 from specq import options as opt
 from specq.capacity import RESERVE_GB, UTILISATION
-from specq.errors import Interrupted, SpecqError, printable
+from specq.errors import Interrupted, SpecqError, first_line, printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -408,6 +408,18 @@ def _run() -> None:
     except SpecqError as error:
         print(f"specq: {printable(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "specq":
+            raise
+        root: BaseException = error
+        while root.__cause__ is not None:  # transformers hides what failed behind the name that was asked for
+            root = root.__cause__
+        print(
+            f"specq: a library does not import here: {printable(first_line(root))}; packages of this environment do not fit one"
+            " another, or one is missing: install specq into a new one (in a clone: `make clean`, then `make study`)",
+            file=sys.stderr,
+        )
+        sys.exit(SpecqError.exit_code)
     except SystemExit as end:
         if end.code == Interrupted.exit_code:  # typer's answer to Ctrl-C, which says nothing
             print("specq: interrupted", file=sys.stderr)

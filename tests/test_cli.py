@@ -54,6 +54,26 @@ def test_ctrl_c_inside_a_finalizer_is_not_lost():
     assert (out.returncode, out.stdout, out.stderr) == (0, "stopped\n", "")
 
 
+def test_a_library_that_does_not_import_ends_in_a_sentence(tmp_path):
+    """A torchvision that does not match PyTorch, which vLLM brings, keeps transformers from importing: no traceback."""
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')"
+    )
+    (tmp_path / "torchvision-0.1.dist-info").mkdir()
+    (tmp_path / "torchvision-0.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-m", "specq.cli", "study", "--pair", "tiny", "--out", str(tmp_path / "o")],
+        capture_output=True, text=True, timeout=100, env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 2 and not (tmp_path / "o").exists()
+    assert done.stderr.startswith("specq: a library does not import here: operator torchvision::nms does not exist; ")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
