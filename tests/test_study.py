@@ -9,8 +9,10 @@ import pytest
 from conftest import VOCAB, save_model
 from test_cli import run
 
-from specq.command import resolve
+from specq import command
+from specq.command import resolve, study_command
 from specq.config import StudyConfig
+from specq.finished import load
 from specq.report.schema import Recommendation, SpeculationProfile
 from specq.study import run_study
 
@@ -196,6 +198,25 @@ def test_own_models_and_prompts(tmp_path, word_prompts):
     rec = study.recommendations["int8_per_token_head"]
     assert rec.pair == "t+d" and rec.prompts == 6 and math.isfinite(rec.mu_shift.value)
     assert strict_json(folder / "study.json")["prompts"]["kept"] == 6
+
+
+def test_own_models_are_no_registered_pair(tmp_path, word_prompts, monkeypatch):
+    """With both sides given study.json names no registered pair and the default directory has theirs. A study that an older
+    version recorded as `tiny` is the same study: the same command shows it."""
+    pair = (save_model(tmp_path / "t", seed=1), save_model(tmp_path / "d", seed=2))
+    study, folder = small_study(tmp_path, pair, prompts=str(word_prompts))
+    written = strict_json(folder / "study.json")
+    assert written["configuration"]["pair"] is None
+    options = study.config.model_dump(exclude={"dtypes"}) | {"pair": "tiny"}
+    options = {k: v for k, v in options.items() if not k.endswith("sha256")}
+    monkeypatch.setattr(command, "_run", lambda config, directories, out, *_, **__: started.append(str(out)))
+    started = []
+    study_command(options, ["fp8"], None)
+    assert started == ["runs/t+d-fp8"]
+    written["configuration"]["pair"] = "tiny"
+    (folder / "study.json").write_text(json.dumps(written))
+    study_command(options, ["fp8"], folder)
+    assert started == ["runs/t+d-fp8"] and load(folder).config == study.config
 
 
 def test_unequal_padded_vocabularies_run_and_vllm_is_null(tmp_path, word_prompts):

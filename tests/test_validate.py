@@ -14,12 +14,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import save_model
+from conftest import VOCAB, save_model
 from test_retune import write_prompts
 from test_study import small_study, strict_json
 from typer.testing import CliRunner
 
-from specq import cli
+from specq import cli, pairs
 from specq.cost import Operating, cycle_times
 from specq.cost.table import read_timings
 from specq.engines.vllm import agreement, command, record, speed
@@ -27,6 +27,7 @@ from specq.engines.vllm.command import cells_of, show, validate_command
 from specq.engines.vllm.plan import Cell, Workload, build, parse_cell
 from specq.engines.vllm.protocol import CellRequest, CellResult, Pass, RequestLog, read_result
 from specq.engines.vllm.runner import finished, lanes, last_words, run_cell, run_cells
+from specq.engines.vllm.shapes import config_directories
 from specq.engines.vllm.validate import Limits, how_to_install
 from specq.errors import SpecqError
 from specq.finished import load, reconfigured
@@ -236,7 +237,7 @@ def test_time_limit_ends_the_whole_process_group(tmp_path, request_of):
 
 CALLER = """
 import functools, sys
-from specq import cli
+from specq import cli, pairs
 from specq.engines.vllm import command
 fake = functools.partial(command.validate_command, command=tuple(sys.argv[1].split("|")), version="0.24.0")
 command.validate_command = fake
@@ -612,6 +613,23 @@ def test_synthetic_sweep_times_a_shape_and_tune_reads_it(study):
     times = cycle_times(found.cost(config), Operating(4, 52, "fp8_e4m3", "bf16"), 4)
     assert times[0] == pytest.approx(0.5) and times[4] == pytest.approx(0.5)  # the fake engine's clock
     assert cell["speedup_measured"]["steady"] == pytest.approx(1 + asked.sum())  # a cycle is as long as a plain step
+
+
+def test_synthetic_sweep_of_the_studys_own_pair(study, tmp_path):
+    """Without --pair the shapes are those of the models that the study ran, also where no pair is registered for them; where
+    one side is a name alone the sweep says what to give."""
+    made = sweep(study, tmp_path / "s", synthetic=True, num_prompts=8, context=40, ks=[0, 4], dtypes=["fp8"], extra=[],
+                 command=fake("synthetic"))  # fmt: skip
+    root = study.parent
+    assert made["complete"] and (made["workload"]["target"], made["workload"]["draft"]) == (
+        str(root / "t"),
+        str(root / "d"),
+    )
+    cell = "fp8_e4m3-k4-probabilistic"
+    request = CellRequest.model_validate_json((tmp_path / "s" / "cells" / f"{cell}.request.json").read_text())
+    assert request.engine["model"] == str(root / "t") and max(map(max, request.prompts)) < VOCAB
+    with pytest.raises(SpecqError, match="draft org/name is neither a directory nor registered.*--pair"):
+        config_directories(pairs.find(None, str(root / "t"), "org/name"), tmp_path / "x")
 
 
 @pytest.fixture(scope="module")

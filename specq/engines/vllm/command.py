@@ -122,7 +122,8 @@ def validate_command(
         tensor_parallel=tensor_parallel, memory_share=memory_share,
     )  # fmt: skip
     if synthetic:
-        shape = pairs.find(pair, None, None) if pair else pairs.find(found.config.pair, None, None)
+        own = (found.config.pair, found.config.target, found.config.draft)
+        shape = pairs.find(pair, None, None) if pair else pairs.find(*own)
         context = context or found.config.context[0]
         work = synthetic_workload(
             found, cells, shape, out, version, num_prompts or 2 * common["batch"], context, **common

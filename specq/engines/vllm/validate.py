@@ -113,7 +113,7 @@ def synthetic_workload(
         transform=found.facts(found.config).transform,
         output_tokens=found.config.output_tokens,
         version=version,
-        positions=shape.positions,
+        positions=shape.max_positions,
         survival=survival,
         **options,
     )
