@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -632,6 +633,29 @@ def test_synthetic_sweep_of_the_studys_own_pair(study, tmp_path):
         config_directories(pairs.find(None, str(root / "t"), "org/name"), tmp_path / "x")
 
 
+@pytest.mark.parametrize("synthetic", [False, True])
+def test_a_study_whose_cost_file_is_gone_is_validated_without_a_prediction(study, tmp_path, synthetic):
+    """What the cells measure needs no cost: only the predicted speedup is missing, which a warning says."""
+    folder = shutil.copytree(study, tmp_path / "study", ignore=shutil.ignore_patterns("validation", "synthetic"))
+    written = strict_json(folder / "study.json")
+    written["configuration"] |= {"cost": "gone.json", "cost_sha256": "0"}
+    (folder / "study.json").write_text(json.dumps(written))
+    more = {"context": 40, "command": fake("synthetic")} if synthetic else {}
+    made = sweep(folder, None, synthetic=synthetic, dtypes=["bf16"], extra=[], num_prompts=4, **more)
+    cell = by_name(made)["bf16-k2-probabilistic"]
+    assert made["complete"] and cell["speedup_predicted"] is None and cell["speedup_measured"]["throughput"] > 0
+    assert sum("no speedup is predicted" in w and "gone.json" in w for w in made["warnings"]) == 1
+
+
+def test_a_format_that_the_study_has_not_has_no_recommended_k(study, tmp_path, capsys):
+    """Its best measured K is told, beside no other format's recommendation and without a regret."""
+    assert record.recommended_k(load(study), "int8_per_token_head") is None
+    made = sweep(study, tmp_path / "s", dtypes=["int8"], ks=[0], extra=[], num_prompts=2)
+    block = made["formats"]["int8_per_token_head"]
+    assert block["measured_best_k"] == 0 and block["recommended_k"] is None and block["regret"] is None
+    assert "int8_per_token_head: best measured K = 0; the study does not have this format\n" in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def lookup_study(tmp_path_factory):
     """A finished study of n-gram lookup on a random target that is cold enough to repeat itself now and then."""
@@ -698,7 +722,12 @@ def test_bad_requests_are_refused_before_anything_runs(study, tmp_path):
         ({"synthetic": True, "pair": "tiny", "probe": True}, "--synthetic has neither texts nor probabilities"),
         ({"dtypes": ["int8_per_tensor"]}, "vLLM has no KV cache format"),
         ({"pair": "tiny"}, "belong to --synthetic"),
-        ({"probe": True, "version": "0.33.0"}, "--probe knows the sampler of vLLM 0.24"),
+        (
+            {"probe": True, "version": "0.33.0"},
+            "--probe knows the rejection sampler of vLLM 0.24 and 0.32, not of 0.33.0",
+        ),
+        ({"version": "0.22.1"}, "^the installed vLLM 0.22.1 is older than 0.24"),
+        ({"version": "local"}, "^the installed vLLM 'local' is not a version like 0.32"),
         ({"synthetic": True, "pair": "tiny", "ks": [9]}, "no survival rates"),
     ):
         with pytest.raises(SpecqError, match=message):
