@@ -125,6 +125,12 @@ def find(name: str | None, target: str | None, draft: str | None) -> Pair:
     return replace(pair, target=_free(target) if target else pair.target, draft=_free(draft) if draft else pair.draft)
 
 
+def drafts_for_itself(name: str | None, draft: str | None) -> bool:
+    """Whether the target is its own draft: as `draft` says, or else the registered pair `name`. Looks for no model."""
+    known = registry()
+    return draft == SELF if draft or name not in known else known[name].draft.source == SELF
+
+
 def _free(source: str) -> Side:
     if source in (SELF, NGRAM):
         return Side(source, True)

@@ -30,6 +30,10 @@ LATEST_LOOKED_UP_BY_V2 = (
     "specq's n-gram lookup is that of vLLM's V1 runner, which takes the earliest occurrence; the V2 runner, 0.32's default on a"
     " GPU, takes the latest: VLLM_USE_V2_MODEL_RUNNER=0 chooses the one that is predicted here"
 )  # 0.24's V2 runner has no n-gram lookup
+NO_SELF_SPECULATION = (
+    "vLLM has no self-speculation: as its own draft model, which --draft with the target's name describes, a target is loaded"
+    " twice"
+)
 PROBED = ((0, 24), (0, 32))  # versions whose rejection sampler `specq.engines.vllm.probe` knows
 
 

@@ -18,6 +18,7 @@ from specq.engines.vllm.validate import (
     Validation,
     cells_folder,
     installed_version,
+    own_pair,
     synthetic_workload,
     workload,
 )
@@ -122,8 +123,7 @@ def validate_command(
         tensor_parallel=tensor_parallel, memory_share=memory_share,
     )  # fmt: skip
     if synthetic:
-        own = (found.config.pair, found.config.target, found.config.draft)
-        shape = pairs.find(pair, None, None) if pair else pairs.find(*own)
+        shape = pairs.find(pair, None, None) if pair else own_pair(found)
         context = context or found.config.context[0]
         work = synthetic_workload(
             found, cells, shape, out, version, num_prompts or 2 * common["batch"], context, **common

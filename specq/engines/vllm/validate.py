@@ -20,6 +20,7 @@ from specq.engines.vllm.shapes import config_directories
 from specq.errors import SpecqError
 from specq.finished import Finished
 from specq.progress import Reporter
+from specq.vllm_options import NO_SELF_SPECULATION
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,19 @@ def has_gpu() -> bool:
     return Path("/proc/driver/nvidia/version").exists()
 
 
+def own_pair(found: Finished) -> pairs.Pair:
+    """The study's pair. Raises SpecqError where vLLM has nothing like it."""
+    config = found.config
+    pair = pairs.find(config.pair, config.target, config.draft)
+    if pair.draft.source == pairs.SELF:
+        raise SpecqError(f"nothing to run: {NO_SELF_SPECULATION}")
+    return pair
+
+
 def workload(found: Finished, version: str, num_prompts: int | None, **options: object) -> Workload:
     """The study's own prompts, sampling and pair as vLLM is to run them."""
     texts = found.material.main.texts[:num_prompts]
-    pair = pairs.find(found.config.pair, found.config.target, found.config.draft)
-    if pair.draft.source == pairs.SELF:
-        raise SpecqError(
-            "vLLM has no self-speculation, a target that drafts with a KV format of its own: nothing to run"
-        )
+    pair = own_pair(found)
     sizes = [found.study["pair"]["vocabulary"][f"{role}_logits"] for role in ("target", "draft")]
     if found.lookup is None and sizes[0] != sizes[1]:
         raise SpecqError(f"vLLM refuses draft_model pairs of unequal vocabulary size ({sizes[0]} and {sizes[1]})")
