@@ -25,6 +25,7 @@ from specq.verdicts import find_verdicts
 from specq.vllm_options import (
     DRAFT_KV_CACHE_DTYPE_SINCE,
     LATEST_LOOKED_UP_BY_V2,
+    NO_SELF_SPECULATION,
     OLDEST,
     parse_version,
     vllm_block,
@@ -70,6 +71,9 @@ def _vllm(
         return None
     if reason := why_not_started(fmt, config.vllm_version):
         warnings.append(f"nothing is written for vLLM: {reason}")
+        return None
+    if facts.self_draft:
+        warnings.append(f"nothing is written for vLLM: {NO_SELF_SPECULATION}")
         return None
     if facts.target_vocab != facts.draft_vocab:
         warnings.append(

@@ -47,8 +47,6 @@ def rollout_command(
     defaults = {k: v for k, v in pair.defaults.items() if k in RolloutConfig.model_fields}
     given = defaults | given | {"dtypes": tuple(names), "pair": pair.name}
     given |= fingerprints(pair, bool(options.get("random_weights")))
-    if options["target"] and options["draft"]:
-        given["pair"] = None
     config = make_config(RolloutConfig, **given)
     out = Path(os.path.normpath(out or Path("runs") / _folder(pair, config, names)))
     if not out.name:
