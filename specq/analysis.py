@@ -119,7 +119,7 @@ def analyse(
     format as well as `base` does, so their own b applies.
     """
     lengths = np.array([t.positions for t in texts])
-    tokens = np.concatenate([np.array(t.response[1:]) for t in texts])
+    tokens = np.concatenate([np.array(t.response[1:], dtype=np.int64) for t in texts])
     documents = stats.Documents.of([t.prompt.document for t in texts])
     a0, b0 = acceptance_terms(columns[base], tokens, rule)
     arms = {}
