@@ -71,6 +71,15 @@ class Analysis:
         """The shift beyond the null arm's own: mu(arm) - mu(null), paired; the plain shift when there is no null arm."""
         return self.resampler.shift(self.arms[arm].sums, self.arms[null or self.base].sums, k)
 
+    def whole(self, arm: str, k: int) -> stats.Sums:
+        """An arm's sums at K = k alone, with the cycles that texts' ends cut counted whole (`chain.whole`)."""
+        tokens, cycles = (x[:, k - 1] for x in chain.whole(self.arms[arm].result))
+        return stats.Sums(self.documents.sum(tokens), self.documents.sum(cycles)[:, None])
+
+    def shift_of_whole_cycles(self, arm: str, k: int) -> stats.Estimate:
+        """The shift with cut cycles counted whole, paired; the rates they go on with are taken as known."""
+        return self.resampler.shift(self.whole(arm, k), self.whole(self.base, k), 1)
+
     def emitted_curve(self, arm: str) -> np.ndarray:
         """Emitted for K = 0..k_max, [k_max + 1]."""
         r = self.arms[arm].result
@@ -110,7 +119,7 @@ def analyse(
     format as well as `base` does, so their own b applies.
     """
     lengths = np.array([t.positions for t in texts])
-    tokens = np.concatenate([np.array(t.response[1:]) for t in texts])
+    tokens = np.concatenate([np.array(t.response[1:], dtype=np.int64) for t in texts])
     documents = stats.Documents.of([t.prompt.document for t in texts])
     a0, b0 = acceptance_terms(columns[base], tokens, rule)
     arms = {}
@@ -138,6 +147,7 @@ def summarise(analysis: Analysis, arm: str, columns: Columns) -> dict:
     surv = chain.survival(result.ends, result.accepted)
     prompt_mean = chain.emitted_prompt_mean(result.tokens, result.ends) - 1
     useful = chain.emitted_useful(result, ended) - 1
+    tokens, cycles = chain.whole(result)
     estimates = {k: analysis.resampler.emitted(r.sums, k) for k in ks}
     kl = np.asarray(columns["kl"], dtype=float)
     groups = {}
@@ -150,6 +160,7 @@ def summarise(analysis: Analysis, arm: str, columns: Columns) -> dict:
         "mu_accepted": {str(k): _mu_block(e, k) for k, e in estimates.items()},
         "mu_accepted_prompt_mean": _by_k(prompt_mean),
         "mu_accepted_useful": _by_k(useful),
+        "mu_accepted_whole_cycles": _by_k(tokens.sum(0) / cycles.sum(0) - 1),
         "marginal_survival": {str(k): surv[k - 1, :k].tolist() for k in ks},
         "alpha_mean": float(r.a.mean()),
         "ratio_mean": float(np.asarray(columns["ratio"], dtype=float).mean()),

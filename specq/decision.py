@@ -14,7 +14,7 @@ from specq.errors import SpecqError
 from specq.kv import KVFormat, get_format
 from specq.ngram import NgramLookup
 from specq.outliers import Outlier
-from specq.pairs import SELF
+from specq.pairs import drafts_for_itself
 from specq.rules import Transform
 from specq.shape import ModelShape
 from specq.tune import (
@@ -61,6 +61,11 @@ class StudyFacts:
     server: Server | None = None
     outliers: list[Outlier] = field(default_factory=list)
     lookup: NgramLookup | None = None
+
+    @property
+    def self_draft(self) -> bool:
+        """Whether the target drafts for itself, with one copy of its weights."""
+        return drafts_for_itself(self.config.pair, self.config.draft)
 
 
 @dataclass
@@ -229,7 +234,7 @@ def _fits(facts: StudyFacts, fmt: KVFormat) -> tuple[int, int] | None:
     """(sequences of the first context that fit in the format, in BF16); None without a server."""
     if facts.server is None:
         return None
-    load = Load(facts.target_shape, facts.draft_shape, shared=facts.config.draft == SELF)
+    load = Load(facts.target_shape, facts.draft_shape, shared=facts.self_draft)
     return tuple(load.sequences(f, facts.config.context[0], facts.server) for f in (fmt, get_format("bf16")))
 
 

@@ -47,7 +47,7 @@ class Finished:
             draft=pair["draft"]["source"],
             target_shape=target,
             draft_shape=draft,
-            transform=Transform(**study["sampling"]),
+            transform=self.transform,
             target_vocab=pair["vocabulary"]["target_logits"],
             draft_vocab=pair["vocabulary"]["draft_logits"],
             scale_sources=study["scales"],
@@ -57,6 +57,11 @@ class Finished:
             outliers=[Outlier(**o) for o in study["key_outliers"]],
             lookup=self.lookup,
         )
+
+    @property
+    def transform(self) -> Transform:
+        """The target's sampling."""
+        return Transform(**self.study["sampling"])
 
     @property
     def lookup(self) -> NgramLookup | None:

@@ -5,7 +5,7 @@ no pooled alpha^k has that value. A mixture is an Analysis like any other, whose
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -66,9 +66,8 @@ def _part(
 
     def part(r: ArmResult) -> ArmResult:
         weight, rows = weigh(r)[kept], np.repeat(kept, r.lengths)
-        sums = (getattr(r.result, name)[kept] for name in ("tokens", "ends", "accepted"))
-        scaled = (x * weight.reshape(-1, *[1] * (x.ndim - 1)) for x in sums)
-        result = chain.ChainResult(*scaled, r.result.last_end[kept])
+        sums = (getattr(r.result, f.name)[kept] for f in fields(chain.ChainResult))
+        result = chain.ChainResult(*(x * weight.reshape(-1, *[1] * (x.ndim - 1)) for x in sums))
         per_document = stats.Sums(documents.sum(result.tokens), documents.sum(result.ends))
         return ArmResult(r.name, r.lengths[kept], result, per_document, r.a[rows], r.b[rows])
 

@@ -25,6 +25,7 @@ from specq.verdicts import find_verdicts
 from specq.vllm_options import (
     DRAFT_KV_CACHE_DTYPE_SINCE,
     LATEST_LOOKED_UP_BY_V2,
+    NO_SELF_SPECULATION,
     OLDEST,
     parse_version,
     vllm_block,
@@ -70,6 +71,9 @@ def _vllm(
         return None
     if reason := why_not_started(fmt, config.vllm_version):
         warnings.append(f"nothing is written for vLLM: {reason}")
+        return None
+    if facts.self_draft:
+        warnings.append(f"nothing is written for vLLM: {NO_SELF_SPECULATION}")
         return None
     if facts.target_vocab != facts.draft_vocab:
         warnings.append(
@@ -124,7 +128,7 @@ def recommend(
     k = decision.reference_k
     shift = shift_block(analysis, arm, k, text, NULL)
     warnings = [*facts.warnings[None], *facts.warnings.get(fmt.name, []), *notes(config)]
-    warnings += _edge_warning(analysis, k)
+    warnings += _cut_warnings(analysis, arm, k)
     if analysis.resampler.documents < 2:
         warnings.append("one document only: no spread between documents, so intervals and standard errors are null")
     longest = max(len(t.prompt.tokens) + t.positions for t in analysis.texts)
@@ -226,16 +230,25 @@ def _capacity(found: decisions.Capacity | None) -> Capacity | None:
     )
 
 
-def _edge_warning(analysis: Analysis, k: int) -> list[str]:
-    """What the cut last cycles do to mu at K = k where texts are short."""
-    positions = float(analysis.lengths.mean())
-    lift = chain.edge_bias(analysis.arms[BASE].emitted(k), positions)
-    if lift <= chain.EDGE_WARNING:
-        return []
-    return [
-        f"texts of {positions:.0f} positions on average are short for K = {k}: the cut last cycle lifts mu and S_k by up to"
-        f" about {100 * lift:.1f} %; shifts between formats hardly feel it"
-    ]
+def _cut_warnings(analysis: Analysis, arm: str, k: int) -> list[str]:
+    """What the last cycles, which the texts' ends cut, do to mu and its shift at K = k."""
+    positions, base = float(analysis.lengths.mean()), analysis.whole(BASE, k)
+    steady, whole = analysis.arms[BASE].emitted(k), float(base.tokens.sum() / base.ends.sum())
+    said = []
+    if steady / whole - 1 > chain.CUT_WARNING:
+        said.append(
+            f"texts of {positions:.0f} positions on average are short for K = {k}: the cut last cycle lifts BF16's mu from"
+            f" {whole - 1:.3f} to {steady - 1:.3f}"
+        )
+    if arm != BASE:
+        shift, of_whole = analysis.shift(arm, k), analysis.shift_of_whole_cycles(arm, k)
+        if abs(of_whole.value - shift.value) > max(chain.CUT_SHIFT * shift.se, chain.CUT_LEAST):
+            said.append(
+                f"where in a cycle the texts end matters here: the shift of mu at K = {k} is {shift.value:+.4f} as tokens over"
+                f" cycles ended, and {of_whole.value:+.4f} [{of_whole.lo:+.4f}, {of_whole.hi:+.4f}] with cut cycles counted"
+                " whole; trust the second, or take longer texts"
+            )
+    return said
 
 
 def _memory_warnings(decision: Decision) -> list[str]:

@@ -151,6 +151,7 @@ def _shifts(a: Analysis) -> dict:
             out[name][str(k)] = shift.as_dict() | {
                 "minus_null": beyond.as_dict(),
                 "significant": significant(shift, beyond),
+                "whole_cycles": a.shift_of_whole_cycles(name, k).as_dict(),
             }
     return out
 

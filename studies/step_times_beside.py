@@ -65,7 +65,7 @@ def vllm_section(made: Mapping[str, Any], cost: TableCost, pair: str) -> list[st
     """Cycle times and speedups that vLLM showed with synthetic acceptance, beside those of specq's own step times."""
     engine, work = made["engine"], made["workload"]
     batch, context = work["requests_in_flight"], work["context"]
-    named = any(c["draft_sampling"] == "probabilistic" for c in made["cells"])
+    named = any(c.get("draft_sampling") == "probabilistic" for c in made["cells"])
     greedy = " Drafts were greedy, as vLLM's are with synthetic acceptance: vllm.json names them probabilistic." * named
     lines = [
         "## The same shape in vLLM, acceptance synthetic",

@@ -1,6 +1,7 @@
 """The estimator against real speculative sampling, exact laws and closed forms."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -232,7 +233,7 @@ def test_texts_do_not_touch_each_other(case, random):
     for at, n in enumerate(order):
         one = [n]
         alone = chain.run_chain(a[: lengths[n], one], c[: lengths[n], one], lengths[one], k_max)
-        for field in ("tokens", "ends", "accepted", "last_end"):
+        for field in ("tokens", "ends", "accepted", "left"):
             np.testing.assert_array_equal(getattr(together, field)[n], getattr(alone, field)[0])
             np.testing.assert_array_equal(getattr(shuffled, field)[at], getattr(alone, field)[0])
 
@@ -250,7 +251,7 @@ def test_padding_is_ignored(case, garbage):
     with np.errstate(all="ignore"):
         dirty = chain.run_chain(*padded, lengths, k_max)
     clean = chain.run_chain(a, c, lengths, k_max)
-    for field in ("tokens", "ends", "accepted", "last_end"):
+    for field in ("tokens", "ends", "accepted", "left"):
         np.testing.assert_array_equal(getattr(dirty, field), getattr(clean, field))
 
 
@@ -388,6 +389,38 @@ def test_useful_emitted_counts_every_cycle_begun():
         assert chain.emitted_useful(result, ended)[k - 1] == pytest.approx(14 / cycles, rel=1e-12)
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.985, 1.0])
+def test_cut_cycles_counted_whole_give_the_steady_value_at_any_length(alpha):
+    """Where every draft is accepted with alpha, (T + R) / (sum e + 1) is the sum of alpha^k exactly, at every length and K.
+    T / sum e is not: its shift from 1 to 0.985 is 0.8 to 1.2 of the true one, by where in a cycle the texts end."""
+    k_max = 5
+    for lengths in ([7], [383], [384], [6, 30, 96]):
+        a = np.full((max(lengths), len(lengths)), alpha)
+        tokens, cycles = chain.whole(chain.run_chain(a, a, np.array(lengths), k_max))
+        truth = [sum(alpha**i for i in range(k + 1)) for k in range(1, k_max + 1)]
+        np.testing.assert_allclose(tokens.sum(0) / cycles.sum(0), truth, rtol=1e-12)
+    plain = []
+    for n in range(378, 384):
+        one, most = (chain.run_chain(*np.full((2, n, 1), x), np.array([n]), k_max).ends[0, -1] for x in (1.0, 0.985))
+        plain.append((n / most - n / one) / (sum(0.985**i for i in range(6)) - 6))
+    assert min(plain) < 0.85 and max(plain) > 1.19
+
+
+def test_cut_cycles_counted_whole_agree_with_real_cycles():
+    """Cycles run on texts of 8 positions, the last one to its end: tokens over cycles, for every K."""
+    rng = np.random.default_rng(5)
+    n, length, k_max = 200_000, 8, 4
+    a = rng.uniform(0.3, 1.0, n)
+    result = chain.run_chain(*np.broadcast_to(a, (2, length, n)), np.full(n, length), k_max)
+    tokens, cycles = (x.sum(0) for x in chain.whole(result))
+    for k in range(1, k_max + 1):
+        done, count = np.zeros(n, dtype=int), np.zeros(n, dtype=int)
+        while (running := done < length).any():
+            kept = (rng.random((n, k)) < a[:, None]).cumprod(1).sum(1)
+            done, count = done + np.where(running, kept + 1, 0), count + running
+        assert tokens[k - 1] / cycles[k - 1] == pytest.approx(done.sum() / count.sum(), rel=0.004)
+
+
 def until(token, text):
     """Positions up to and with the first `token` of each text; all of them where it does not occur."""
     found = text[1:] == token
@@ -398,10 +431,8 @@ def cycles_begun(result):
     """Expected cycles of each text [N, K], each taken as ended by EOS."""
     return np.stack(
         [
-            n / chain.emitted_useful(chain.ChainResult(n, ends, accepted, last), np.array([True]))
-            for n, ends, accepted, last in zip(
-                *(x[:, None] for x in (result.tokens, result.ends, result.accepted, result.last_end)), strict=True
-            )
+            n / chain.emitted_useful(replace(result, tokens=n, ends=ends, left=left), np.array([True]))
+            for n, ends, left in zip(*(x[:, None] for x in (result.tokens, result.ends, result.left)), strict=True)
         ]
     )
 

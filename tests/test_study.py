@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -9,10 +10,18 @@ import pytest
 from conftest import VOCAB, save_model
 from test_cli import run
 
-from specq.command import resolve
+from specq import command, decision, pairs
+from specq.capacity import Load
+from specq.capacity_command import capacity_command
+from specq.command import resolve, study_command
 from specq.config import StudyConfig
+from specq.engines.vllm.validate import own_pair
+from specq.errors import SpecqError
+from specq.finished import load
+from specq.kv import get_format
 from specq.report.schema import Recommendation, SpeculationProfile
 from specq.study import run_study
+from specq.vllm_options import NO_SELF_SPECULATION
 
 SMALL = [
     "--num-prompts",
@@ -196,6 +205,56 @@ def test_own_models_and_prompts(tmp_path, word_prompts):
     rec = study.recommendations["int8_per_token_head"]
     assert rec.pair == "t+d" and rec.prompts == 6 and math.isfinite(rec.mu_shift.value)
     assert strict_json(folder / "study.json")["prompts"]["kept"] == 6
+
+
+def test_own_models_are_no_registered_pair(tmp_path, word_prompts, monkeypatch):
+    """With both sides given study.json names no registered pair and the default directory has theirs. A study that an older
+    version recorded as `tiny` is the same study: the same command shows it."""
+    pair = (save_model(tmp_path / "t", seed=1), save_model(tmp_path / "d", seed=2))
+    study, folder = small_study(tmp_path, pair, prompts=str(word_prompts))
+    written = strict_json(folder / "study.json")
+    assert written["configuration"]["pair"] is None
+    options = study.config.model_dump(exclude={"dtypes"}) | {"pair": "tiny"}
+    options = {k: v for k, v in options.items() if not k.endswith("sha256")}
+    monkeypatch.setattr(command, "_run", lambda config, directories, out, *_, **__: started.append(str(out)))
+    started = []
+    study_command(options, ["fp8"], None)
+    assert started == ["runs/t+d-fp8"]
+    written["configuration"]["pair"] = "tiny"
+    (folder / "study.json").write_text(json.dumps(written))
+    study_command(options, ["fp8"], folder)
+    assert started == ["runs/t+d-fp8"] and load(folder).config == study.config
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_target_that_drafts_for_itself(tmp_path, word_prompts, monkeypatch, capsys, registered):
+    """One copy of the weights, on the command line (--draft self) and as a registered pair's kind alike: memory counts it once,
+    and nothing is written for vLLM, which would load it twice; validate refuses in the same words."""
+    target = save_model(tmp_path / "t", seed=1)
+    geometry = (
+        "layers = 2, hidden = 32, intermediate = 48, heads = 4, kv_heads = 2, head_dim = 8, vocab = 48, tied = false"
+    )
+    (tmp_path / "pairs.toml").write_text(
+        f"[tiny]\nsummary = 'x'\ntarget.path = '{target}'\ntarget.geometry = {{ {geometry} }}\ndraft.kind = 'self'\n"
+    )
+    monkeypatch.setattr(pairs, "STUDIES", tmp_path)
+    given = None if registered else (target, "self")
+    study, folder = small_study(tmp_path, given, prompts=str(word_prompts))
+    rec = study.recommendations["fp8_e4m3"]
+    assert rec.vllm is None and f"nothing is written for vLLM: {NO_SELF_SPECULATION}" in rec.warnings
+    heavy = replace(study.facts.target_shape, weights=10**10)  # a number of weights that fills memory
+    facts = replace(study.facts, target_shape=heavy, draft_shape=heavy)
+    once, twice = (Load(heavy, heavy, shared=s).sequences(get_format("fp8"), 2048, facts.server) for s in (True, False))
+    assert decision._fits(facts, get_format("fp8"))[0] == once > twice
+    with pytest.raises(SpecqError, match="nothing to run: " + NO_SELF_SPECULATION):
+        own_pair(load(folder))
+    capsys.readouterr()
+    capacity_command(
+        pair="tiny", target=given and str(target), draft=given and "self", dtypes=[], draft_dtype="bf16", gpus="h100",
+        context=64, sequences=None, weight_bytes=None, utilisation=0.9, reserve_gb=1.0, as_json=True,
+    )  # fmt: skip
+    told = json.loads(capsys.readouterr().out)
+    assert told["server"]["weights_bytes"] == 2 * told["target"]["weights"]
 
 
 def test_unequal_padded_vocabularies_run_and_vllm_is_null(tmp_path, word_prompts):

@@ -56,7 +56,9 @@ def fetch(url: str, limit: float = LIMIT) -> bytes:
     try:
         made = box.get(timeout=limit)
     except queue.Empty:
-        raise TimeoutError(f"no whole answer within {limit:g} s") from None
+        made = TimeoutError()
+    if isinstance(made, TimeoutError):  # of the whole, of one read, or seen by the thread first
+        raise TimeoutError(f"no whole answer within {limit:g} s")
     if isinstance(made, Exception):
         raise made
     return made
@@ -69,8 +71,10 @@ def _read(url: str, limit: float) -> bytes:
         while chunk := answer.read1(1 << 16):
             parts.append(chunk)
             size += len(chunk)
-            if size > LARGEST or time.monotonic() > end:  # when late, nobody waits for it any more
+            if size > LARGEST:
                 raise OSError(f"an answer of more than {LARGEST >> 20} MiB")
+            if time.monotonic() > end:
+                raise TimeoutError
         body, packed = b"".join(parts), answer.headers.get("Content-Encoding", "identity") != "identity"
     if wanted is not None and size < wanted:
         raise http.client.IncompleteRead(body, wanted - size)
