@@ -66,7 +66,7 @@ def test_a_library_that_does_not_import_ends_in_a_sentence(tmp_path):
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     done = subprocess.run(
-        [sys.executable, "-m", "specq.cli", "study", "--pair", "tiny", "--out", str(tmp_path / "o")],
+        [sys.executable, "-c", "from specq.cli import main; main()", "study", "--pair", "tiny", "--out", str(tmp_path / "o")],
         capture_output=True, text=True, timeout=100, env=os.environ | {"PYTHONPATH": path},
     )  # fmt: skip
     assert done.returncode == 2 and not (tmp_path / "o").exists()

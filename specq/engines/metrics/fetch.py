@@ -5,7 +5,6 @@ import http.client
 import queue
 import threading
 import time
-import urllib.error
 import urllib.request
 import zlib
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -65,7 +64,7 @@ def fetch(url: str, limit: float = LIMIT) -> bytes:
 
 
 def _read(url: str, limit: float) -> bytes:
-    end, body = time.monotonic() + limit, b""
+    end = time.monotonic() + limit
     with urllib.request.urlopen(request_of(url), timeout=limit) as answer:
         wanted, parts, size = answer.length, [], 0
         while chunk := answer.read1(1 << 16):
