@@ -58,6 +58,6 @@ def _room(capacity: "Capacity | None") -> str:
         return ""
     text = f"; on {capacity.server} {capacity.sequences} sequences of {capacity.context} tokens fit"
     text += f" instead of {capacity.bf16_sequences}"
-    if capacity.ratio is not None and capacity.batch != capacity.bf16_batch:
-        text += f", which gives {_percents(capacity.ratio, capacity.ratio_ci95)} tokens per second"
+    if capacity.tokens_per_second_over_bf16 is not None and capacity.batch != capacity.bf16_batch:
+        text += f", which gives {_percents(capacity.tokens_per_second_over_bf16, capacity.ci95)} tokens per second"
     return text
