@@ -28,8 +28,8 @@ from specq.serve_command import (
     json_object,
     line_of,
     read,
-    shell,
 )
+from specq.shell_words import joined
 
 # NAME=value, also behind `--env=`, docker's -eNAME=value, and within a quoted script: what follows in that word goes with it
 SECRET = re.compile(r"(^-e|^|[=\s;&])(\w*(?:TOKEN|KEY|SECRET|PASSWORD)\w*)=(?!\$).+$", re.DOTALL)
@@ -82,7 +82,7 @@ def study_options(text: str, options: Mapping[str, Any], dtypes: list[str]) -> t
     cost = given.get("cost", "roofline:h100")
     if ranks > 1 and re.match(r"roofline:(?!\d+x)", cost):
         given["cost"] = cost.replace("roofline:", f"roofline:{ranks}x", 1)
-    merged = {**dict.fromkeys(options), **taken, **given, "vllm_command": shell(without_secrets(command))}
+    merged = {**dict.fromkeys(options), **taken, **given, "vllm_command": joined(without_secrets(command))}
     if merged.get("k_max") is None and merged["current_k"] > 16:
         merged["k_max"] = merged["current_k"]
     _check(merged, given)
@@ -139,14 +139,15 @@ def without_secrets(command: ServeCommand) -> list[str]:
             continue
         if equals and value:
             words[i] = f"{name}=${found[1].upper()}"
-        elif not equals and i + 1 in beside and not re.match(r"[-&|;<>]", command.words[i + 1]):
+        elif not equals and i + 1 in beside and not command.words[i + 1].operator:
             words[i + 1] = f"${found[1].upper()}"
     return [word for word in words if word is not None]
 
 
 def _masked(word: str) -> str:
-    word = PASSWORD_IN_URL.sub(r"\1:$PASSWORD@", BEARER.sub(r"\1$TOKEN", word))
-    return SECRET.sub(r"\1\2=$\2", word)
+    made = PASSWORD_IN_URL.sub(r"\1:$PASSWORD@", BEARER.sub(r"\1$TOKEN", word))
+    made = SECRET.sub(r"\1\2=$\2", made)
+    return word if made == word else made  # as it was written
 
 
 def words_without_secrets(words: Sequence[str]) -> list[str]:
@@ -165,7 +166,7 @@ def words_without_secrets(words: Sequence[str]) -> list[str]:
 
 def _kept(given: str) -> str:
     try:
-        return given if text_of(given) != given else shell(without_secrets(read(given)))
+        return given if text_of(given) != given else joined(without_secrets(read(given)))
     except SpecqError:  # no command, such as a file that is gone by now, or one that a later --vllm-command overrides
         return "..."
 
@@ -196,8 +197,8 @@ def changed(text: str, block: VllmBlock) -> tuple[str, str]:
             kept = {k: v for k, v in json_object(ATTENTION, option.value).items() if k != "backend"}
             if not kept:
                 dropped |= set(range(option.start, option.end))
-            joined = option.end - option.start == 1
-            words[option.end - 1] = f"{ATTENTION}={json.dumps(kept)}" if joined else json.dumps(kept)
+            one_word = option.end - option.start == 1
+            words[option.end - 1] = f"{ATTENTION}={json.dumps(kept)}" if one_word else json.dumps(kept)
     middle = [words[i] for i in range(command.first, command.last) if i not in dropped]
     after = [*words[: command.first], *middle, *fresh, *words[command.last :]]
-    return shell(command.words), shell(after)
+    return joined(command.words), joined(after)

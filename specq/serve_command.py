@@ -8,13 +8,13 @@ Nothing of it is executed, and no variable is expanded.
 
 import json
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from specq.errors import SpecqError, first_line, printable
 from specq.kv import FORMATS
+from specq.shell_words import Word, split
 from specq.vllm_options import OLDEST
 
 SPECULATIVE, KV, BACKEND, ATTENTION = (
@@ -27,8 +27,6 @@ OVERRIDE, GENERATION = "--override-generation-config", "--generation-config"
 SAMPLED = {"temperature": (1.0, float), "top_p": (1.0, float), "top_k": (0, int)}  # vLLM's neutral values
 # Options without a value; for others that are not known here, a word after them that is no option is their value.
 FLAG = re.compile(r"--(enable|disable|no|trust|use|allow|return|skip|enforce|async|calculate|headless)\b[\w-]*")
-OPERATORS = {"&&", "||", "|", ";", "&", "|&"}
-REDIRECTED = re.compile(r"(\d|&)?>>?(&?\d|\S*)|<+\S*")
 LAUNCHER = re.compile(r"vllm(?:(?:@|==)(?P<version>[\w.+-]+))?")
 IMAGE = re.compile(r"(?P<name>\S*vllm[\w./-]*)(?::(?P<tag>[\w.+-]+))?(?:@sha256:[0-9a-f]+)?")
 CONTAINER_FLAG = re.compile(r"--?(rm|it|ti|d|i|t|init|privileged|detach|interactive|tty)")
@@ -77,7 +75,7 @@ class ServeCommand:
     it says so; `notes` say what was not taken over.
     """
 
-    words: list[str]
+    words: list[Word]
     first: int
     last: int
     options: list[Option]
@@ -103,7 +101,7 @@ def read(text: str) -> ServeCommand:
     """Read a command line. Raises SpecqError where it is none, or runs a draft that specq does not model."""
     words = _split(text)
     first, version = _start(words)
-    last = next((i for i in range(first, len(words)) if _ends(words[i])), len(words))
+    last = next((i for i in range(first, len(words)) if words[i].operator), len(words))
     options, loose = _parse(words, first, last)
     for option in options:
         name = option.name.split(".")[0]
@@ -124,31 +122,14 @@ def read(text: str) -> ServeCommand:
     return made
 
 
-def _split(text: str) -> list[str]:
-    lines = [line for line in text.replace("\r\n", "\n").split("\n") if not line.lstrip().startswith("#")]
-    joined = re.sub(r"\\[ \t]*\n", " ", "\n".join(lines))
-    words: list[str] = []
-    pending, wrong = "", None
-    for line in joined.split("\n"):
-        try:  # a line that ends within quotes goes on in the next one
-            found = shlex.split(pending := pending + line)
-        except ValueError as error:
-            pending, wrong = pending + "\n", error
-            continue
-        if words and found and not found[0].startswith("-") and not _ends(words[-1]) and not _ends(found[0]):
-            words.append(";")  # another command; a line of options belongs to the one before, backslash or not
-        words += [part for word in found for part in ((word[:-1], ";") if re.search(r"[^;];$", word) else (word,))]
-        pending = ""
-    if pending:
-        raise fail(f"cannot be split into words: {first_line(wrong)}; JSON needs '...' around it")
-    return words
+def _split(text: str) -> list[Word]:
+    try:
+        return split(text)
+    except ValueError as error:
+        raise fail(f"cannot be split into words: {error}; JSON needs '...' around it") from None
 
 
-def _ends(word: str) -> bool:
-    return word in OPERATORS or bool(REDIRECTED.fullmatch(word))
-
-
-def _start(words: list[str]) -> tuple[int, str | None]:
+def _start(words: list[Word]) -> tuple[int, str | None]:
     """Index of vLLM's first argument, and the version that its launcher or image names."""
     stated = next((m[1] for w in words if (m := re.fullmatch(r"vllm(?:\[[\w,]*\])?==([\w.+-]+)", w))), None)
     for i, word in enumerate(words[:-1]):
@@ -175,12 +156,12 @@ def _name(word: str) -> str:
     return head + dot + tail
 
 
-def _parse(words: list[str], first: int, last: int) -> tuple[list[Option], list[str]]:
+def _parse(words: list[Word], first: int, last: int) -> tuple[list[Option], list[str]]:
     options, loose, i = [], [], first
     while i < last:
         word = words[i]
         if not word.startswith("-") or word in ("-", "--"):
-            loose.append(word)
+            loose.append(str(word))
             i += 1
             continue
         head, equals, value = word.partition("=")
@@ -189,7 +170,7 @@ def _parse(words: list[str], first: int, last: int) -> tuple[list[Option], list[
         if equals:
             options.append(Option(name, value, i, end))
         elif valued and not FLAG.fullmatch(name):
-            value, end = words[end], end + 1
+            value, end = str(words[end]), end + 1
             while name in SEVERAL and end < last and not words[end].startswith("-"):
                 end += 1
             options.append(Option(name, value, i, end))
@@ -364,17 +345,3 @@ def _take_version(made: ServeCommand, stated: str | None) -> None:
     elif found:
         oldest = ".".join(map(str, OLDEST))
         made.notes.append(f"vLLM {found[0]} is older than {oldest}, the oldest one specq writes for")
-
-
-def shell(words: list[str]) -> str:
-    """Words as one shell line; operators stay operators, and words with variables stay expandable."""
-    return " ".join(w if _ends(w) else _quoted(w) for w in words)
-
-
-def _quoted(word: str) -> str:
-    if re.fullmatch(r"~/[\w@%+=:,./-]*", word):
-        return word
-    if re.search(r"\$[\w{]", word) and not re.search(r"[`(]|{\s*\"", word):
-        return '"' + re.sub(r'(["\\])', r"\\\1", word) + '"' if re.search(r"[^\w$@%+=:,./{}-]", word) else word
-    assigned = re.fullmatch(r"([A-Za-z_]\w*=)(.*)", word, re.DOTALL)
-    return assigned[1] + shlex.quote(assigned[2]) if assigned and assigned[2] else shlex.quote(word)

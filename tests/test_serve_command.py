@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import subprocess
 
 import pytest
 from conftest import save_model
@@ -23,6 +24,7 @@ from specq.from_server import changed, notes, study_options, text_of, words_with
 from specq.kv import get_format
 from specq.report.schema import VllmBlock
 from specq.serve_command import read
+from specq.shell_words import split
 
 SPEC = '{"model": "org/draft", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}'
 PLAIN = "vllm serve org/target"
@@ -368,6 +370,41 @@ echo gone
         f"set -e ; export CUDA_VISIBLE_DEVICES=0,1 ; {PLAIN} -tp 2 --kv-cache-dtype int8_per_token_head"
     )
     assert now.endswith("; echo gone") and then.endswith("; echo gone") and read(then).taken["current_k"] == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "kept"),
+    [
+        ("{}  # don't use int8", "{}"),
+        ("# it's the server\n{} \\\n  # --port 80 \\\n  --seed 1", "{} --seed 1"),
+        ("{} \\  # in fp8\n  --seed 1 \\", "{} --seed 1"),
+        ("echo a#b '#' \\#; {}", "echo a#b '#' \\# ; {}"),
+        ("{{ {}; }} && echo \"it's\"", "{{ {} ; }} && echo \"it's\""),
+        ("({} -tp 2)&", "( {} -tp 2 ) &"),
+        ("if true; then\n{}\nfi", "if true ; then {} ; fi"),
+        ("run() {{\n{}\n}}\nrun", "run ( ) {{ {} ; }} ; run"),
+        ("A=(1 2)\n{} >log 2>&1\necho `date` '`x`' $'a\\'b'", "A=(1 2) ; {} > log 2>&1 ; echo `date` '`x`' $'a\\'b'"),
+        ("{} --seed $(cat 'a (b') --host ${{HOST:-\"$(hostname)\"}} > >(tee log)",
+         "{} --seed $(cat 'a (b') --host ${{HOST:-\"$(hostname)\"}} > >(tee log)"),
+    ],
+)  # fmt: skip
+def test_the_line_given_back_is_spelt_as_it_was(script, kept):
+    """Comments go; braces, subshells, substitutions, arrays and redirections stay what a shell makes of them."""
+    server = f"{PLAIN} --kv-cache-dtype fp8 -sc '{SPEC}'"
+    assert changed(script.format(server), block())[0] == kept.format(server)
+    then = changed(script.format(server), block(fmt="int8_per_token_head"))[1]
+    assert [w for w in split(then) if w.operator] == [w for w in split(kept.format(server)) if w.operator]
+    assert read(then).dtype == "int8_per_token_head" and read(then).notes == []
+    told = subprocess.run(["bash", "-n", "-c", then], capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+
+
+def test_substitutions_of_a_container_stay_expandable():
+    """`-v $(pwd)/m:/m`, backticks and `-u $(id -u):$(id -g)` are each one word, and no quotes come around them."""
+    run = 'docker run -v $(pwd)/m:/m -v `pwd`:/x -v "$PWD/a b":/y -u $(id -u):$(id -g) vllm/vllm-openai:v0.24.0 --model /m'
+    now, then = changed(f"{run} -sc '{SPEC}'", block())
+    assert now == f"{run} -sc '{SPEC}'" and then.startswith(run)
+    assert read(now).taken["target"] == "/m" and read(now).taken["vllm_version"] == "0.24"
 
 
 def test_a_file_may_hold_the_command(tmp_path):
