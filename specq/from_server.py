@@ -13,14 +13,17 @@ from typing import Any
 
 from specq.config import StudyConfig, validated
 from specq.errors import SpecqError
+from specq.masking import awaits_secret, masked, masked_value
 from specq.report.schema import VllmBlock
 from specq.serve_command import (
     ATTENTION,
     BACKEND,
+    FLAG,
     KV,
     LIMITS,
     OVERRIDE,
     SAMPLED,
+    SEVERAL,
     SPEC_OPTIONS,
     SPECULATIVE,
     ServeCommand,
@@ -31,14 +34,6 @@ from specq.serve_command import (
 )
 from specq.shell_words import joined
 
-# NAME=value, also behind `--env=`, docker's -eNAME=value, and within a quoted script: what follows in that word goes with it
-SECRET = re.compile(r"(^-e|^|[=\s;&])(\w*(?:TOKEN|KEY|SECRET|PASSWORD)\w*)=(?!\$).+$", re.DOTALL)
-SECRET_OPTION = re.compile(
-    r"--(?:[\w-]+[-_])?(token|key|secret|password)", re.IGNORECASE
-)  # of other programs in the line
-BEARER = re.compile(r"(\bBearer\s+)(?!\$)[^\s\"']+", re.IGNORECASE)  # of a header
-PASSWORD_IN_URL = re.compile(r"(://[^\s/:@]*):(?!\$)[^\s/@]+@")
-SECRETS = {"--api-key": "$VLLM_API_KEY", "--hf-token": "$HF_TOKEN"}
 LONGEST_FILE = 1 << 20
 # What a server's command calls the study options whose values it may give.
 WRITTEN = {"k_max": "num_speculative_tokens", "current_k": "num_speculative_tokens"}
@@ -127,27 +122,20 @@ def notes(config: StudyConfig) -> list[str]:
 
 def without_secrets(command: ServeCommand) -> list[str]:
     """The words with keys and tokens replaced by variables: the command is kept in files that are passed on."""
-    words: list[str | None] = [_masked(word) for word in command.words]
-    for option in command.options:
-        if (instead := SECRETS.get(option.name)) and option.value:
-            words[option.start : option.end] = [f"{option.name}={instead}", *[None] * (option.end - option.start - 1)]
-    launcher = command.first - 1 - (command.words[command.first - 1] == "serve")
-    beside = {i for i in range(len(words)) if not launcher <= i < command.last}
-    for i in beside:  # `hf auth login --token ... && vllm serve ...`
-        name, equals, value = command.words[i].partition("=")
-        if not (found := SECRET_OPTION.fullmatch(name)):
+    words, made, i = command.words, [], 0
+    while i < len(words):
+        word, start = words[i], i
+        made.append(masked(word))
+        i += 1
+        if FLAG.fullmatch(word) or not awaits_secret(word, words[start - 1] if start else ""):
             continue
-        if equals and value:
-            words[i] = f"{name}=${found[1].upper()}"
-        elif not equals and i + 1 in beside and not command.words[i + 1].operator:
-            words[i + 1] = f"${found[1].upper()}"
-    return [word for word in words if word is not None]
-
-
-def _masked(word: str) -> str:
-    made = PASSWORD_IN_URL.sub(r"\1:$PASSWORD@", BEARER.sub(r"\1$TOKEN", word))
-    made = SECRET.sub(r"\1\2=$\2", made)
-    return word if made == word else made  # as it was written
+        several = word.replace("_", "-") in SEVERAL and command.first <= start < command.last
+        while i < len(words) and not words[i].operator and not words[i].startswith("-"):
+            made.append(masked_value(word, words[i]))
+            i += 1
+            if not several:
+                break
+    return made
 
 
 def words_without_secrets(words: Sequence[str]) -> list[str]:

@@ -44,7 +44,7 @@ def split(text: str) -> list[Word]:
     """
     words: list[Word] = []
     broken = False
-    for word in _tokens(text.replace("\r\n", "\n")):
+    for word in _tokens(re.sub(r"\r+\n", "\n", text)):
         if word.raw == "\n":
             broken = True
             continue
@@ -145,8 +145,10 @@ def quoted(word: str) -> str:
     """A word in quotes where it needs some; double ones where it has variables, which stay expandable."""
     if re.fullmatch(r"~/[\w@%+=:,./-]*", word):
         return word
-    rest = VARIABLE.sub("", word)
-    if rest != word and not re.search(r"[$`!]", rest):
-        return '"' + re.sub(r'(["\\])', r"\\\1", word) + '"' if re.search(r"[^\w@%+=:,./-]", rest) else word
-    assigned = re.fullmatch(r"([A-Za-z_]\w*=)(.*)", word, re.DOTALL)
-    return assigned[1] + shlex.quote(assigned[2]) if assigned and assigned[2] else shlex.quote(word)
+    name, value = re.fullmatch(r"(-{0,2}[A-Za-z_][\w.-]*=(?=.))?(.*)", word, re.DOTALL).groups(default="")
+    rest = VARIABLE.sub("", value)
+    if rest == value or re.search(r"[$`!]", rest):
+        return name + shlex.quote(value)
+    if not re.search(r"[^\w@%+=:,./-]", rest):
+        return word
+    return name + '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'

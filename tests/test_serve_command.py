@@ -20,11 +20,11 @@ from specq.config import StudyConfig
 from specq.errors import Interrupted, SpecqError
 from specq.finished import load as load_study
 from specq.finished import reconfigured
-from specq.from_server import changed, notes, study_options, text_of, words_without_secrets
+from specq.from_server import changed, notes, study_options, text_of, without_secrets, words_without_secrets
 from specq.kv import get_format
 from specq.report.schema import VllmBlock
 from specq.serve_command import read
-from specq.shell_words import split
+from specq.shell_words import joined, split
 
 SPEC = '{"model": "org/draft", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}'
 PLAIN = "vllm serve org/target"
@@ -292,6 +292,66 @@ def test_secrets_around_the_server_are_not_kept(around):
     kept = study_options(text, dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"}, [])[0]["vllm_command"]
     assert "hf_secret" in text and "hf_secret" not in kept and read(kept).taken == read(text).taken
     assert [w for w in read(kept).words if w == "&&"] == [w for w in read(text).words if w == "&&"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        # JSON at any depth, by both spellings of an option; strings within it
+        "{} --kv-transfer-config '{{\"kv_connector\": \"X\", \"extra\": {{\"list\": [{{\"api_key\": \"LEAK\"}}]}}}}'",
+        "{} --hf-overrides='{{\"token\":\"LEAK\", \"n\": [1e400, null]}}' --port 80",
+        "{} --hf-overrides '{{\"credentials\": {{\"me\": [\"LEAK\", 7]}}, \"u\": \"ftp://me:LEAK@h\"}}'",
+        "{} --x '{{\"a\": $N, \"accessToken\": \"LEAK\"}}' --port 80",
+        "{} --kv-transfer-config.api_key LEAK --kv_transfer_config.a.hf_token=LEAK -x.credentials.blob LEAK --port 80",
+        # options of vLLM and of others
+        "{} --ssl-keyfile-password LEAK --port 80",
+        "{} --api-key LEAK LEAK2 --port 80",
+        "huggingface-cli login --token LEAK && {}",
+        "sh -c 'x login --password LEAK' ; {}",
+        "x -token LEAK | y --auth=LEAK ; {}",
+        # headers
+        "curl --header 'api-key: LEAK' -H 'X-Auth-Token:LEAK' -H'Authorization: Basic LEAK' h && {}",
+        "OTEL_EXPORTER_OTLP_HEADERS='Authorization=Bearer LEAK' {}",
+        "OTEL_EXPORTER_OTLP_HEADERS=a=b,x-api-key=LEAK {}",
+        "curl 'https://h/x?a=1&access_token=LEAK' ; {}",
+        # assignments, in whatever case and around whatever a shell makes of the value
+        "hf_token=LEAK PASSWD=LEAK PASS=LEAK AUTH=LEAK CREDENTIALS=LEAK OPENAI_API_KEY_PROD=LEAK HF_TOKEN_2=LEAK {}",
+        "HF_TOKEN=$'LEAK' VLLM_API_KEY=$X-LEAK A_KEY=${{X:-LEAK}} B_KEY=LEAK$X C_KEY='$LEAK' D_KEY=\"\\$LEAK\" {}",
+        "HF_TOKEN=$(echo LEAK) KEY=`echo LEAK` {}",
+        "setenv HF_TOKEN LEAK; {}",
+        "export ARGS=(--token LEAK); A='b TOKEN=LEAK' {}",
+        "cat > c.yaml <<EOF\napi-key: LEAK\nEOF\n{}",
+        "HTTPS_PROXY=http://me:$X-LEAK@proxy pip install git+https://LEAK@github.com/a/b; {}",
+        # comments
+        "# LEAK\n{}  # LEAK, don't tell\n# LEAK",
+    ],
+)  # fmt: skip
+def test_a_secret_is_known_by_its_name(script):
+    """One notion of a secret's name for assignments, options, JSON keys and headers, anywhere in the line."""
+    text = script.format(f"{PLAIN} -sc '{SPEC}' --seed 1")
+    kept = study_options(text, dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"}, [])[0]["vllm_command"]
+    assert "LEAK" in text and "LEAK" not in kept and "LEAK" not in words_without_secrets(["--vllm-command", text])[1]
+    assert read(kept).taken == read(text).taken and ("--port 80" in kept) == ("--port 80" in text)
+    assert joined(without_secrets(read(kept))) == kept
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--max-num-batched-tokens 64 --tokenizer t --skip-tokenizer-init --long-prefill-token-threshold 9 --ssl-keyfile k.pem",
+        "--hf-overrides '{\"bos_token_id\": 1, \"prompt_tokens\": \"x\", \"eos_token\": \"</s>\"}'",
+        "-cc.pass_config.fuse_norm_quant True --compilation-config '{\"pass_config\": {\"a\": \"b\"}}' --return-token t",
+        "--api-key $VLLM_API_KEY --hf-token ${HF_TOKEN} --x.api_key=\"$K\"",
+        "--hf-overrides \"{\\\"api_key\\\": \\\"$API_KEY\\\"}\"",
+        "--hf-token --tokenizer-mode auto --kv-cache-dtype-skip-layers 1",
+    ],
+)  # fmt: skip
+def test_other_names_are_no_secrets(words):
+    """Counts and ids of tokens, files of keys, flags, and variables stay as they were written."""
+    around = ('docker run -v /run/secret:/secret -v ~/.cache/token:/token -e HF_TOKEN -e HF_TOKEN=$HF_TOKEN -e A_KEY="$K" '
+              "-e TOKENIZERS_PARALLELISM=false -e KEY_FILE=/k -e PWD=$PWD -v $(pwd):/x ssh://git@host http://me:$PW@h "
+              f"-H \"Authorization: Bearer $T\" vllm/vllm-openai --model org/target -sc '{SPEC}' ")  # fmt: skip
+    assert joined(without_secrets(read(around + words))) == around + words
 
 
 def test_specqs_own_command_line_holds_what_is_kept(tmp_path):

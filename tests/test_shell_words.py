@@ -63,6 +63,7 @@ def test_variables_of_words_that_are_made_are_expanded():
     made = json.dumps({"a": "$M/\\", "b": "${M}'"})
     assert bash(f"M='m 1'; printf %s {quoted(made)}") == json.dumps({"a": "m 1/\\", "b": "m 1'"})
     assert split(quoted(made)) == [made] and quoted("$M/x") == "$M/x" and quoted("A=$M,b") == "A=$M,b"
+    assert quoted("A=$M b") == 'A="$M b"' and quoted("--o=a b") == "--o='a b'" and quoted("A=") == "A="
 
 
 @pytest.mark.parametrize("text", ["'a", '"a', "$(a", "${a", "`a", "$'a", '"$(a"', "x=(a", "$(" * 100_000])
