@@ -29,6 +29,7 @@ SAMPLED = {"temperature": (1.0, float), "top_p": (1.0, float), "top_k": (0, int)
 FLAG = re.compile(r"--(enable|disable|no|trust|use|allow|return|skip|enforce|async|calculate|headless)\b[\w-]*")
 LAUNCHER = re.compile(r"vllm(?:(?:@|==)(?P<version>[\w.+-]+))?")
 IMAGE = re.compile(r"(?P<name>\S*vllm[\w./-]*)(?::(?P<tag>[\w.+-]+))?(?:@sha256:[0-9a-f]+)?")
+OWN_IMAGE = "vllm-openai"  # vLLM's images begin with it, on whatever registry
 CONTAINER_FLAG = re.compile(r"--?(rm|it|ti|d|i|t|init|privileged|detach|interactive|tty)")
 OTHER_DRAFTS = re.compile(r"eagle|medusa|dflash|dspark|speculator", re.IGNORECASE)
 SEVERAL = {"--api-key", "--served-model-name", "--lora-modules", "--middleware"}  # these take several words
@@ -100,7 +101,7 @@ def line_of(text: str) -> str:
 def read(text: str) -> ServeCommand:
     """Read a command line. Raises SpecqError where it is none, or runs a draft that specq does not model."""
     words = _split(text)
-    first, version = _start(words)
+    first, version, image = _start(words)
     last = next((i for i in range(first, len(words)) if words[i].operator), len(words))
     options, loose = _parse(words, first, last)
     for option in options:
@@ -115,7 +116,8 @@ def read(text: str) -> ServeCommand:
     made = ServeCommand(words, first, last, options, model, _speculative(options))
     made.taken["target"] = model
     _take_draft(made)
-    _take_rest(made, by_name, version)
+    _take_rest(made, by_name)
+    _take_version(made, version, image)
     if beside := loose[0 if by_name.get("--model") else 1 :]:
         made.notes.append(f"not understood: {' '.join(beside)}")
     made.notes[:] = map(line_of, made.notes)
@@ -129,23 +131,23 @@ def _split(text: str) -> list[Word]:
         raise fail(f"cannot be split into words: {error}; JSON needs '...' around it") from None
 
 
-def _start(words: list[Word]) -> tuple[int, str | None]:
-    """Index of vLLM's first argument, and the version that its launcher or image names."""
+def _start(words: list[Word]) -> tuple[int, str | None, str | None]:
+    """Index of vLLM's first argument, the version that its launcher or image names, and the image where there is one."""
     stated = next((m[1] for w in words if (m := re.fullmatch(r"vllm(?:\[[\w,]*\])?==([\w.+-]+)", w))), None)
     for i, word in enumerate(words[:-1]):
         found = LAUNCHER.fullmatch(word.rsplit("/", 1)[-1])
         if found and words[i + 1] == "serve":
-            return i + 2, found["version"] or stated
+            return i + 2, found["version"] or stated, None
         if word == "-m" and words[i + 1].startswith("vllm.entrypoints."):
             after = i + 2
-            return after + (words[after : after + 1] == ["serve"]), stated
+            return after + (words[after : after + 1] == ["serve"]), stated, None
     if any(w.rsplit("/", 1)[-1] in ("docker", "podman", "nerdctl") for w in words):
         for i, word in enumerate(words):
             found = IMAGE.fullmatch(word)
             before = words[i - 1] if i else ""
             valued = before.startswith("-") and "=" not in before and not CONTAINER_FLAG.fullmatch(before)
             if found and i and not valued and not word.startswith("-") and "=" not in word:
-                return i + 1 + (words[i + 1 : i + 2] == ["serve"]), found["tag"]
+                return i + 1 + (words[i + 1 : i + 2] == ["serve"]), found["tag"], found["name"]
     raise fail("no `vllm serve MODEL ...` in it, nor a container or module of vLLM's server")
 
 
@@ -279,8 +281,8 @@ def _take_draft(made: ServeCommand) -> None:
         made.notes.append(f"of speculative_config not taken over: {', '.join(config)}")
 
 
-def _take_rest(made: ServeCommand, by_name: Mapping[str, str | None], version: str | None) -> None:
-    """KV format, sampling, tensor parallelism, version; and what is left."""
+def _take_rest(made: ServeCommand, by_name: Mapping[str, str | None]) -> None:
+    """KV format, sampling, tensor parallelism; and what is left."""
     taken, notes = made.taken, made.notes
     dtype = (by_name.get(KV) or "auto").lower()
     if dtype == "auto":
@@ -313,7 +315,6 @@ def _take_rest(made: ServeCommand, by_name: Mapping[str, str | None], version: s
     for name, option in LIMITS.items():
         if (limit := _limit(option, by_name.get(option), notes)) is not None:
             made.limits[name] = limit
-    _take_version(made, version)
     if by_name.get(GENERATION) not in (None, "auto", "vllm"):
         notes.append(f"{GENERATION} {by_name[GENERATION]} is not read: sampling is the target's own, or give it here")
     rest = [o for o in dict.fromkeys(o.name for o in made.options) if o.split(".")[0] not in READ]
@@ -338,7 +339,10 @@ def _limit(option: str, text: str | None, notes: list[str]) -> int | None:
     return value
 
 
-def _take_version(made: ServeCommand, stated: str | None) -> None:
+def _take_version(made: ServeCommand, stated: str | None, image: str | None) -> None:
+    if stated and image and not image.rsplit("/", 1)[-1].startswith(OWN_IMAGE) and not re.match(r"v?0\.", stated):
+        made.notes.append(f"{stated} is not taken for vLLM's version: {image} is not its own image, {OWN_IMAGE}")
+        return
     found = re.match(r"v?(\d{1,3})\.(\d{1,4})", stated or "")
     if found and (int(found[1]), int(found[2])) >= OLDEST:
         made.taken["vllm_version"] = f"{int(found[1])}.{int(found[2])}"

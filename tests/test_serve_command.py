@@ -104,6 +104,19 @@ def test_dropping_speculation_and_what_stays():
     assert "FLASH_ATTN" not in whole and '{"x": 1}' in whole
 
 
+@pytest.mark.parametrize(
+    ("image", "version"),
+    [("vllm/vllm-openai:v0.24.0", "0.24"), ("mirror:5000/x/vllm-openai-cpu:v1.2.0-x", "1.2"), ("me/vllm:0.26.1-mine", "0.26"),
+     ("vllm/vllm-openai:latest", None), ("vllm/vllm-openai", None), ("nvcr.io/nvidia/vllm:25.09-py3", "foreign"),
+     ("registry.redhat.io/rhaiis/vllm-cuda-rhel9:3.2.1", "foreign"), ("me/vllm:latest", "foreign")],
+)  # fmt: skip
+def test_a_foreign_images_tag_is_no_version(image, version):
+    """The tag of vLLM's own image is its version; of another image only where it is 0.N, as vLLM's releases are."""
+    command = read(f"docker run {image} --model org/target -sc '{SPEC}'")
+    assert command.taken.get("vllm_version") == (None if version == "foreign" else version)
+    assert any("is not taken for vLLM's version" in n for n in command.notes) == (version == "foreign")
+
+
 def test_sampling_of_the_server():
     """--override-generation-config and --generation-config vllm; top_k -1 is off; what is not known is named."""
     text = f"{PLAIN} -sc '{SPEC}' --override-generation-config " + '\'{"temperature": 0.7, "top_k": -1, "min_p": 0.1}\''
