@@ -20,8 +20,10 @@ from specq.vllm_options import OLDEST
 SPECULATIVE, KV, BACKEND, ATTENTION = (
     "--speculative-config", "--kv-cache-dtype", "--attention-backend", "--attention-config",
 )  # fmt: skip
-SHORT = {"-sc": SPECULATIVE, "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-ac": ATTENTION,
+RANKS = "--tensor-parallel-size"
+SHORT = {"-sc": SPECULATIVE, "-tp": RANKS, "-pp": "--pipeline-parallel-size", "-ac": ATTENTION,
          "-dp": "--data-parallel-size", "-q": "--quantization", "-cc": "--compilation-config"}  # fmt: skip
+REMOVED = ("--speculative-model", "--num-speculative-tokens")  # the spelling before --speculative-config
 SPEC_OPTIONS = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
 OVERRIDE, GENERATION = "--override-generation-config", "--generation-config"
 SAMPLED = {"temperature": (1.0, float), "top_p": (1.0, float), "top_k": (0, int)}  # vLLM's neutral values
@@ -49,7 +51,7 @@ READ = {
     GENERATION,
     OVERRIDE,
     SPECULATIVE,
-    "--tensor-parallel-size",
+    RANKS,
     BACKEND,
     *SPEC_OPTIONS,
     *LIMITS.values(),
@@ -220,6 +222,11 @@ def _json_option(options: list[Option], name: str) -> dict[str, Any]:
 def _speculative(options: list[Option]) -> dict[str, Any]:
     config = {k.replace("-", "_"): v for k, v in _json_option(options, SPECULATIVE).items()}
     for option in options:
+        if option.name in REMOVED:
+            raise fail(
+                f"{option.name} is a spelling of old versions, which vLLM {OLDEST[0]}.{OLDEST[1]} and later refuse; what is"
+                f' read is {SPECULATIVE} \'{{"model": ..., "num_speculative_tokens": ...}}\''
+            )
         key = SPEC_OPTIONS.get(option.name)
         if key and key in config:
             raise fail(f"{option.name} and {SPECULATIVE} both give {key}, which vLLM refuses")
@@ -310,8 +317,12 @@ def _take_rest(made: ServeCommand, by_name: Mapping[str, str | None]) -> None:
         taken[name] = 0 if name == "top_k" and value == -1 else value
     if override:
         notes.append(f"of {OVERRIDE} not taken over: {', '.join(override)}")
-    if "--tensor-parallel-size" in by_name:
-        taken["tensor_parallel"] = _whole(by_name["--tensor-parallel-size"], "--tensor-parallel-size", 1)
+    if "$" in (ranks := by_name.get(RANKS) or ""):
+        notes.append(
+            f"variables are not expanded: {RANKS} {ranks} counts as 1, which --cost roofline:4xh100 can change"
+        )
+    elif ranks:
+        taken["tensor_parallel"] = _whole(ranks, RANKS, 1)
     for name, option in LIMITS.items():
         if (limit := _limit(option, by_name.get(option), notes)) is not None:
             made.limits[name] = limit
@@ -321,7 +332,12 @@ def _take_rest(made: ServeCommand, by_name: Mapping[str, str | None]) -> None:
     if "--config" in rest:
         notes.append("what --config FILE holds is not read")
         rest.remove("--config")
-    if left := [o for o in rest if o not in UNRELATED]:
+    keys = {key for o in made.options if o.name == ATTENTION for key in json_object(ATTENTION, o.value)}
+    backends = {
+        f"{ATTENTION}.backend",
+        *([ATTENTION] if keys <= {"backend"} else []),
+    }  # replaced by one that a format needs
+    if left := [o for o in rest if o not in UNRELATED | backends]:
         notes.append(f"not taken over, and kept in the changed command: {' '.join(left)}")
 
 

@@ -3,6 +3,7 @@
 import json
 import shlex
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 from conftest import save_model
@@ -25,6 +26,7 @@ from specq.kv import get_format
 from specq.report.schema import VllmBlock
 from specq.serve_command import read
 from specq.shell_words import joined, split
+from specq.wording import sentence
 
 SPEC = '{"model": "org/draft", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}'
 PLAIN = "vllm serve org/target"
@@ -104,6 +106,50 @@ def test_dropping_speculation_and_what_stays():
     assert "FLASH_ATTN" not in whole and '{"x": 1}' in whole
 
 
+def test_ranks_in_a_variable_count_as_one():
+    """Said, and no reason to refuse the rest; the cost stays as it was."""
+    text = f"{PLAIN} -sc '{SPEC}' -tp $TP"
+    assert "tensor_parallel" not in read(text).taken
+    (note,) = read(text).notes
+    assert "variables are not expanded: --tensor-parallel-size $TP counts as 1" in note
+    made = study_options(text, dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"}, [])[0]
+    assert made["cost"] is None and "-tp $TP" in made["vllm_command"]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [("--attention-config.backend FLASH_ATTN", False), ("-ac '{\"backend\": \"FLASH_ATTN\"}'", False),
+     ("--attention-config '{\"backend\": \"FLASH_ATTN\", \"x\": 1}'", True), ("-ac.x 1 -ac.backend FLASH_ATTN", True)],
+)  # fmt: skip
+def test_only_what_stays_is_said_to_be_kept(options, kept):
+    """An attention backend goes where a format needs another one, so no note promises that it stays."""
+    text = f"{PLAIN} -sc '{SPEC}' {options}"
+    then = changed(text, block(backend="TRITON_ATTN"))[1]
+    assert "FLASH_ATTN" not in then and ("attention-config" in then or "-ac.x" in then) == kept
+    said = "".join(read(text).notes)
+    assert ("kept in the changed command: --attention-config" in said) == kept and ".backend" not in said
+
+
+@pytest.mark.parametrize("runs", [None, "bfloat16", "fp8"])
+def test_a_format_that_the_server_runs_already_is_kept(runs):
+    """The decision says `keep` of the format in the server's own command, `enable` of any other."""
+    made = SimpleNamespace(
+        format=get_format("fp8"), recommended=3, at=(1, 2048), base_at=(1, 2048), pay=1.1, pay_ci95=[1.0, 1.2],
+        capacity=None, action="enable", more_prompts=9,
+    )  # fmt: skip
+    command = runs and f"{PLAIN} -sc '{SPEC}' --kv-cache-dtype {runs}"
+    facts = SimpleNamespace(config=StudyConfig(current_k=3, vllm_command=command))
+    verb = {"enable": "keep", "enabling": "keeping"} if runs == "fp8" else {"enable": "enable", "enabling": "enabling"}
+    for action, start in (
+        ("enable", f"{verb['enable']} fp8_e4m3, "),
+        ("enable_and_retune", f"{verb['enable']} fp8_e4m3 and retune, "),
+        ("do_not_enable", f"do not {verb['enable']} fp8_e4m3 for speed: "),
+        ("measure_more", f"measure more before {verb['enabling']} fp8_e4m3, "),
+    ):
+        made.action = action
+        assert sentence(facts, made, 5, "roofline", 0.5, 0.0).startswith(start)
+
+
 @pytest.mark.parametrize(
     ("image", "version"),
     [("vllm/vllm-openai:v0.24.0", "0.24"), ("mirror:5000/x/vllm-openai-cpu:v1.2.0-x", "1.2"), ("me/vllm:0.26.1-mine", "0.26"),
@@ -154,6 +200,12 @@ def test_ngram_and_vllms_defaults():
         (PLAIN + ' -sc \'{"model": "d", "num_speculative_tokens": 3}\' --spec-tokens 4', "both give"),
         (PLAIN + " -sc.model d -sc.num_speculative_tokens 3 -sc.rejection_sample_method synthetic", "synthetic"),
         (f"{PLAIN} -sc '{SPEC}' -tp two", "whole number"),
+        (
+            f"{PLAIN} --speculative-model d --num-speculative-tokens 5",
+            "--speculative-model is a spelling of old versions",
+        ),
+        (f"{PLAIN} --num_speculative_tokens=5 -sc '{SPEC}'", "what is read is --speculative-config '{"),
+        (f"{PLAIN} -ac '[1]'", "--attention-config is not a JSON object"),
         (f"{PLAIN} -sc '{SPEC}' --max-model-len long", "--max-model-len must be a whole number"),
         (f"{PLAIN} -sc '{SPEC}' --max-model-len 2.5K", "--max-model-len must be a whole number"),
         (f"{PLAIN} -sc '{SPEC}' --max-num-seqs 0", "--max-num-seqs must be a whole number"),
@@ -488,6 +540,17 @@ def test_a_file_may_hold_the_command(tmp_path):
     with pytest.raises(SpecqError, match="UTF-8"):
         text_of(str(path))
     assert text_of("x" * 5000) and text_of("a\0b")
+
+
+@pytest.mark.parametrize("given", ["serve.sh", "scripts/serve", "./x", "gone.txt"])
+def test_a_file_that_is_not_there_is_said(given, tmp_path, monkeypatch):
+    """One word that looks like a path is no command; a directory is no file of one either."""
+    monkeypatch.chdir(tmp_path)
+    for word in (given, f"{tmp_path}/{given}", str(tmp_path)):
+        with pytest.raises(SpecqError, match="--vllm-command: no such file: ") as caught:
+            text_of(word)
+        assert word in str(caught.value)
+    assert text_of("vllm") == "vllm" and text_of("vllm serve a/b.c") == "vllm serve a/b.c"
 
 
 @pytest.fixture(scope="module")
