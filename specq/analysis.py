@@ -111,12 +111,11 @@ def analyse(
     *,
     seed: int,
     draws: int,
-    sampled_own: Sequence[str] = (),
 ) -> Analysis:
     """Run the chain for every arm.
 
-    `base` sampled the texts: its b carries all arms (the control form). Arms in `sampled_own` share the texts' target
-    format as well as `base` does, so their own b applies.
+    `base` sampled the texts: its b carries all arms (the control form). An arm with the same target format and another
+    draft's would have sampled them as well, so its own b applies.
     """
     lengths = np.array([t.positions for t in texts])
     tokens = np.concatenate([np.array(t.response[1:], dtype=np.int64) for t in texts])
@@ -125,7 +124,7 @@ def analyse(
     arms = {}
     for name, cols in columns.items():
         a, b = (a0, b0) if name == base else acceptance_terms(cols, tokens, rule)
-        c = b if name == base or name in sampled_own else chain.control(b0, a0, a)
+        c = b if name.split("+")[0] == base.split("+")[0] else chain.control(b0, a0, a)
         result = chain.run_chain(by_text(a, lengths), by_text(c, lengths), lengths, k_max)
         sums = stats.Sums(documents.sum(result.tokens), documents.sum(result.ends))
         arms[name] = ArmResult(name, lengths, result, sums, *(x if x.ndim == 1 else x[:, 0] for x in (a, b)))

@@ -426,7 +426,3 @@ def _run() -> None:
         if end.code == Interrupted.exit_code:  # typer's answer to Ctrl-C, which says nothing
             print("specq: interrupted", file=sys.stderr)
         raise
-
-
-if __name__ == "__main__":
-    main()

@@ -72,23 +72,23 @@ class StudyFacts:
 class BreakEven:
     """One format against BF16 at the same K: what acceptance does to speed, what time does, and both together.
 
-    The format pays where emitted_ratio > cycle_ratio; speed is their quotient.
+    The format pays where emitted_ratio > cycle_time_ratio; speed_ratio is their quotient. Names are recommendation.json's.
     """
 
     k: int
     emitted_ratio: float
-    emitted_ci95: list[float]
-    cycle_ratio: float
-    speed: float
-    speed_ci95: list[float]
+    emitted_ratio_ci95: list[float]
+    cycle_time_ratio: float
+    speed_ratio: float
+    speed_ratio_ci95: list[float]
 
 
 @dataclass
 class Capacity:
     """How many sequences fit, and what the larger batch and the other cycle give together.
 
-    `batch` and `bf16_batch` are what fits, at most the scheduler's limit; `ratio` is tokens per second of the format at
-    its batch and best K over BF16's at its own, None where one of them cannot be given.
+    `batch` and `bf16_batch` are what fits, at most the scheduler's limit; tokens per second are the format's at its batch
+    and best K over BF16's at its own, None where one of them cannot be given. Names are recommendation.json's.
     """
 
     server: str
@@ -97,8 +97,8 @@ class Capacity:
     bf16_sequences: int
     batch: int
     bf16_batch: int
-    ratio: float | None = None
-    ratio_ci95: list[float] | None = None
+    tokens_per_second_over_bf16: float | None = None
+    ci95: list[float | None] = field(default_factory=lambda: [None, None])
 
     @property
     def limits(self) -> bool:
@@ -282,8 +282,8 @@ def _capacity(facts: StudyFacts, speeds: Speeds, fits: tuple[int, int] | None) -
             mine, base = speeds.curve((batch, context)), speeds.curve((base_batch, context), baseline=True)
         except SpecqError:  # a table that ends before these batches
             return found
-        found.ratio, draws = tokens_ratio(mine, base, mine.best, base.best)
-        found.ratio_ci95 = quantile_interval(draws)
+        found.tokens_per_second_over_bf16, draws = tokens_ratio(mine, base, mine.best, base.best)
+        found.ci95 = quantile_interval(draws)
     return found
 
 

@@ -136,11 +136,9 @@ def _texts(table: Mapping[str, np.ndarray], kept: int) -> list[list[Text]]:
 
 
 def _analyse(texts: list[Text], columns: dict[str, Columns], config: StudyConfig) -> Analysis:
-    """As the study did: the first arm sampled the texts, and so did those with the same target format."""
-    base = next(iter(columns))
-    writers = tuple(a for a in columns if a == base or (a != NULL and a.split("+")[0] == base.split("+")[0]))
+    """As the study did: the first arm sampled the texts."""
     rule = Rule(config.draft_sampling, config.verify)
-    return analyse(texts, columns, base, rule, config.k_max, seed=config.seed, draws=DRAWS, sampled_own=writers)
+    return analyse(texts, columns, next(iter(columns)), rule, config.k_max, seed=config.seed, draws=DRAWS)
 
 
 def reconfigured(config: StudyConfig, changes: Mapping[str, Any]) -> StudyConfig:

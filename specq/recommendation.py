@@ -1,12 +1,14 @@
 """recommendation.json and speculation_profile.json for one KV format, from an analysis and a decision."""
 
+from dataclasses import asdict
+
 import numpy as np
 
 from specq import chain, stats
-from specq import decision as decisions
 from specq.analysis import BASE, NULL, Analysis
 from specq.cost import CostModel
 from specq.decision import Decision, StudyFacts
+from specq.files import finite
 from specq.from_server import changed, notes
 from specq.kv import KVFormat, get_format
 from specq.report.schema import (
@@ -188,8 +190,8 @@ def recommend(
             ci95=_bounds(decision.gain.ci95),
             kept_bf16_k=KeptK(k=decision.kept.k, loss=decision.kept.value, ci95=_bounds(decision.kept.ci95)),
         ),
-        break_even=_break_even(decision.break_even[decision.at]),
-        capacity=_capacity(decision.capacity),
+        break_even=BreakEven(**finite(asdict(decision.break_even[decision.at]))),
+        capacity=Capacity(**finite(asdict(decision.capacity))) if decision.capacity else None,
         cost=Cost(source=cost.source, details=details),
         action=decision.action,
         more_prompts=decision.more_prompts,
@@ -202,32 +204,6 @@ def recommend(
 
 def _bounds(interval: list[float]) -> tuple[float | None, float | None]:
     return _finite(interval[0]), _finite(interval[1])
-
-
-def _break_even(found: decisions.BreakEven) -> BreakEven:
-    return BreakEven(
-        k=found.k,
-        emitted_ratio=found.emitted_ratio,
-        emitted_ratio_ci95=_bounds(found.emitted_ci95),
-        cycle_time_ratio=found.cycle_ratio,
-        speed_ratio=found.speed,
-        speed_ratio_ci95=_bounds(found.speed_ci95),
-    )
-
-
-def _capacity(found: decisions.Capacity | None) -> Capacity | None:
-    if found is None:
-        return None
-    return Capacity(
-        server=found.server,
-        context=found.context,
-        sequences=found.sequences,
-        bf16_sequences=found.bf16_sequences,
-        batch=found.batch,
-        bf16_batch=found.bf16_batch,
-        tokens_per_second_over_bf16=found.ratio,
-        ci95=_bounds(found.ratio_ci95) if found.ratio_ci95 else (None, None),
-    )
 
 
 def _cut_warnings(analysis: Analysis, arm: str, k: int) -> list[str]:

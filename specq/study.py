@@ -67,8 +67,7 @@ class TextSet:
 class Study:
     """A study in memory.
 
-    `own` holds each format's own text, and under NULL the baseline's own text in the null arm's order of arithmetic;
-    `paired` holds a format's arms on its own text beside the baseline and that null arm.
+    `own` holds each format's own text, and under NULL the baseline's own text in the null arm's order of arithmetic.
     """
 
     config: StudyConfig
@@ -105,9 +104,9 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """Charge the time since the last lap to `name`."""
+        """Charge the time since the last lap to `name`, beside what it has."""
         now = time.perf_counter()
-        self.seconds[name], self.last = now - self.last, now
+        self.seconds[name], self.last = self.seconds.get(name, 0.0) + now - self.last, now
         self.seconds["total"] = now - self.began
 
 
@@ -128,11 +127,7 @@ def analysed(work: Work, kind: str, texts: list[Text], replay: ReplayResult) -> 
     """Run the chain over scored texts; the replay's first arm is the one that sampled them."""
     config, columns = work.config, {name: s.columns for name, s in replay.arms.items()}
     base = next(iter(columns))
-    # arms with the same target format as the one that sampled the texts sampled them as well: their own b applies
-    writers = tuple(name for name in columns if name.split("+")[0] == base.split("+")[0])
-    done = analysis.analyse(
-        texts, columns, base, work.setting.rule, config.k_max, seed=config.seed, draws=DRAWS, sampled_own=writers
-    )
+    done = analysis.analyse(texts, columns, base, work.setting.rule, config.k_max, seed=config.seed, draws=DRAWS)
     return TextSet(kind, texts, replay, done)
 
 
@@ -224,6 +219,7 @@ def run_study(
             return None
         analyses = {name: analysed(work, *found) for name, found in sets.items()}
         main, own = analyses.pop(BASE), analyses
+        watch.lap("analyse")
         cost = cost or build_cost(config, models, formats, reporter)
         watch.lap("cost")
         facts = gather_facts(config, pair, models, setting, formats, main, own)
@@ -256,12 +252,14 @@ def measure(
         arms += [arm for f in formats for arm in kinds(f)]
     kind, what = ("given", "given text") if given else ("same", "the baseline's text")
     found = {BASE: (kind, texts, score(work, kind, texts, arms, what))}
+    watch.lap("score")
     if config.text in ("own", "both"):
         for name, mine in ({NULL: [ALTERNATE]} | {f.name: own_arms_of(f) for f in formats}).items():
             texts = sample(work, mine[0])
             _refuse_short(texts, config.k_max)
+            watch.lap("sample")
             found[name] = ("own", texts, score(work, f"own-{name}", texts, mine, f"{name}'s own text"))
-    watch.lap("score")
+            watch.lap("score")
     return found
 
 

@@ -615,11 +615,11 @@ def test_analysis_gives_every_arm_the_baselines_b():
     """
     rng = np.random.default_rng(71)
     arm, draft = P + EPS * TILT, 0.5 * Q + 0.5 * P
-    kernels = {"base": (P, Q), "arm": (arm, Q), "other draft": (P, draft)}
+    kernels = {"bf16+bf16": (P, Q), "fp8+bf16": (arm, Q), "bf16+fp8": (P, draft)}
     lengths = [7, 30, 1, 12]
     responses = [toys.sample_text(P, 1, n, rng, toys.stationary(P))[:, 0] for n in lengths]
     texts = [
-        Text(Prompt(str(i), f"doc{i % 2}", None, (0,)), tuple(int(x) for x in r), "base", False)
+        Text(Prompt(str(i), f"doc{i % 2}", None, (0,)), tuple(int(x) for x in r), "bf16+bf16", False)
         for i, r in enumerate(responses)
     ]
     last = np.concatenate([r[:-1] for r in responses])
@@ -629,13 +629,13 @@ def test_analysis_gives_every_arm_the_baselines_b():
         logp, logq = (torch.from_numpy(np.log(m[last])) for m in (p, q))
         scores = score_positions(logp, logq, torch.from_numpy(token), logp, torch.zeros(len(token)), Rule())
         columns[name] = {k: v.numpy() for k, v in vars(scores).items()}
-    done = analyse(texts, columns, "base", Rule(), 3, seed=0, draws=50, sampled_own=("base", "other draft"))
+    done = analyse(texts, columns, "bf16+bf16", Rule(), 3, seed=0, draws=50)
 
     terms = {name: toys.acceptance(p, q) for name, (p, q) in kernels.items()}
     moves = {
-        "base": terms["base"].b,
-        "arm": toys.control(terms["base"], terms["arm"]),
-        "other draft": terms["other draft"].b,
+        "bf16+bf16": terms["bf16+bf16"].b,
+        "fp8+bf16": toys.control(terms["bf16+bf16"], terms["fp8+bf16"]),
+        "bf16+fp8": terms["bf16+fp8"].b,
     }
     for name, c in moves.items():
         for i, r in enumerate(responses):
@@ -646,8 +646,10 @@ def test_analysis_gives_every_arm_the_baselines_b():
         np.testing.assert_allclose(done.arms[name].sums.ends.sum(0), by_hand, rtol=1e-12)
         assert done.arms[name].emitted(0) == 1
         assert done.arms[name].emitted(3) == pytest.approx(sum(lengths) / by_hand[2], rel=1e-12)
-        assert done.shift(name, 3).value == pytest.approx(done.arms[name].emitted(3) - done.arms["base"].emitted(3))
-    assert done.arms["base"].sums.tokens.tolist() == [8, 42]
+        assert done.shift(name, 3).value == pytest.approx(
+            done.arms[name].emitted(3) - done.arms["bf16+bf16"].emitted(3)
+        )
+    assert done.arms["bf16+bf16"].sums.tokens.tolist() == [8, 42]
 
 
 def test_by_hand_enumeration_of_coins():

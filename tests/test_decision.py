@@ -90,11 +90,11 @@ def test_t03_the_two_parts_of_speed_stand_apart():
     found = study([alphas[0]] * 4, [alphas[1]] * 4)
     equal = decide(facts(current_k=k), found, FP8, table(cost=1e-9))
     parts = equal.break_even[equal.at]
-    assert parts.emitted_ratio == pytest.approx(0.8973, abs=5e-4) and parts.cycle_ratio == pytest.approx(1.0)
-    assert parts.speed == pytest.approx(0.897, abs=5e-4) and equal.action == "do_not_enable"
+    assert parts.emitted_ratio == pytest.approx(0.8973, abs=5e-4) and parts.cycle_time_ratio == pytest.approx(1.0)
+    assert parts.speed_ratio == pytest.approx(0.897, abs=5e-4) and equal.action == "do_not_enable"
     shorter = decide(facts(current_k=k), found, FP8, table(1e-9, ((("bf16", 1.0), ("fp8_e4m3", 0.85)),)))
     parts = shorter.break_even[shorter.at]
-    assert (parts.cycle_ratio, parts.speed) == pytest.approx((0.85, 1.056), abs=5e-4)
+    assert (parts.cycle_time_ratio, parts.speed_ratio) == pytest.approx((0.85, 1.056), abs=5e-4)
     assert shorter.action == "enable_and_retune" or shorter.action == "enable"
     assert "fp8_e4m3" in shorter.sentence and shorter.sentence.startswith("enable")
 
@@ -113,7 +113,7 @@ def test_a_drop_of_mu_from_4_5_to_3_5_is_the_speed_it_costs():
     found = study([_alpha_of(5.5, 8)] * 3, [_alpha_of(4.5, 8)] * 3)
     made = decide(facts(current_k=8), found, FP8, table(cost=1e-9))
     parts = made.break_even[made.at]
-    assert parts.k == 8 and parts.speed == pytest.approx(4.5 / 5.5, abs=1e-3)
+    assert parts.k == 8 and parts.speed_ratio == pytest.approx(4.5 / 5.5, abs=1e-3)
     rec = recommend(facts(current_k=8), found, None, made, table(cost=1e-9), "same")
     assert rec.break_even.speed_ratio == pytest.approx(0.818, abs=1e-3)
     assert rec.mu_shift.value == pytest.approx(-1.0, abs=5e-3) and "-18." in made.sentence
@@ -153,7 +153,7 @@ def test_the_break_even_plot_shows_what_is_decided_by():
         assert cycle == pytest.approx(mine.times[mine.best] / base.times[base.best])
         assert more == pytest.approx(emitted(0.6, mine.best) / emitted(0.9, base.best), rel=5e-3)
         now = at_current(block)
-        assert now == (made.break_even[made.at].cycle_ratio, made.break_even[made.at].emitted_ratio)
+        assert now == (made.break_even[made.at].cycle_time_ratio, made.break_even[made.at].emitted_ratio)
     same = {"recommended": 3, "recommended_bf16": 3, "break_even": {"k": 3}}
     assert at_current(same) is None
 
@@ -335,7 +335,7 @@ def test_throughput_joins_a_cheaper_cycle_and_a_larger_batch():
     assert (capacity.sequences, capacity.bf16_sequences, capacity.batch) == (65, 35, 65) and capacity.limits
     mine, base = made.curve, made.base_curve
     by_hand = (65 / mine.per_token[mine.best]) / (35 / base.per_token[base.best])
-    assert made.pay == pytest.approx(by_hand) == capacity.ratio
+    assert made.pay == pytest.approx(by_hand) == capacity.tokens_per_second_over_bf16
     assert "65 sequences of 32768 tokens fit instead of 35" in made.sentence and made.action.startswith("enable")
     rec = recommend(about, found, None, made, cost, "same")
     assert rec.capacity.bf16_sequences == 35 and not any("cannot hold" in w for w in rec.warnings)

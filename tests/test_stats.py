@@ -135,6 +135,29 @@ def test_interval_of_emitted_covers_the_truth(studied):
     assert ((share(held) >= 0.92) & (share(held) <= 0.98)).all(), share(held)
 
 
+FEW_LAWS = {  # shifts of documents, in units of the mean shift; name: (law, least and largest coverage of 5 to 12 documents)
+    "normal": (lambda rng, n: rng.normal(1.0, 1.0, n), (0.92, 0.99)),
+    "exponential": (lambda rng, n: rng.exponential(1.0, n), (0.92, 0.99)),
+    "log-normal": (lambda rng, n: rng.lognormal(-(1.5**2) / 2, 1.5, n), (0.80, 0.90)),
+    "one in ten": (lambda rng, n: (rng.random(n) < 0.1) * rng.gamma(4, 2.5, n) + rng.normal(0, 0.25, n), (0.40, 0.75)),
+}
+
+
+@pytest.mark.parametrize("law", FEW_LAWS)
+def test_coverage_with_few_documents_is_as_documented(law):
+    """docs/method.md: 5 to 12 documents serve where shifts differ moderately; where rare documents carry all, they do not."""
+    draw, (least, largest) = FEW_LAWS[law]
+    rng, mean = np.random.default_rng(1), -0.01
+    for n in (5, 8, 12):
+        r, held = Resampler(n, 500, 0), []
+        tokens, ends = np.full(n, 256.0), np.full((n, 1), 100.0)
+        for _ in range(400):
+            shifted = tokens[:, None] / (tokens[:, None] / ends + mean * draw(rng, n)[:, None])
+            truth = mean  # equal baselines: the mean of documents' shifts, to first order
+            held.append(covers(r.shift(Sums(tokens, shifted), Sums(tokens, ends), 1), truth))
+        assert least <= np.mean(held) <= largest, (n, np.mean(held))
+
+
 def test_noise_alone_is_seldom_significant(studied):
     """An arm that only has noise is called significant in at most 6 % of studies, against the baseline or a null. S-17."""
     _, studies = studied
