@@ -169,7 +169,7 @@ def short_contexts(priced: Sequence[Priced], k: int, kernels: Mapping[str, Any],
         f" {timed[1]}): there K and V of all rows together are no longer small beside the weights, so the whole batch's cache"
         f" counts, not the context of one request. With K = {k} it makes decoding at most {max(drafted[4::2]):.0%} faster"
         f" ({drafted[0]}, batch {drafted[1]}), since drafting and arithmetic fill part of the cycle. The second and the third"
-        " table show the parts as they were timed on a GPU: steps of a 70B model, and one layer's attention."
+        " table show the parts on a GPU: steps of a 70B model's target, and one layer's attention as timed."
     )
     table = Table(
         f"Speed over BF16, plain decoding and K = {k} ({k + 1} new tokens in a verification) at equal acceptance:",
@@ -178,10 +178,10 @@ def short_contexts(priced: Sequence[Priced], k: int, kernels: Mapping[str, Any],
         _where_from(priced, f"they were timed, here at {SHORT[-1]:,} tokens"),
     )  # fmt: skip
     claim = "Under 2k tokens of context the KV format does not matter for speed."
-    return Claim("d", claim, verdict(outcome), why, [table, _step_table(steps, k), _kernel_table(kernels)])
+    return Claim("d", claim, verdict(outcome), why, [table, _step_table(steps, priced[0].systems[0], k), _kernel_table(kernels)])
 
 
-def _step_table(steps: TimingFile, k: int) -> Table:
+def _step_table(steps: TimingFile, system: System, k: int) -> Table:
     """Target steps at the shortest context that was timed, of plain decoding and of verification of K = k."""
     times = {(r.batch, r.new_tokens, r.kv_format): r.seconds for r in steps.records
              if r.kind == "target" and r.context == SHORT[-1]}  # fmt: skip
@@ -190,10 +190,10 @@ def _step_table(steps: TimingFile, k: int) -> Table:
          *(times[at] / times[batch, new, f] - 1 for f in (FP8, INT8))]
         for at in sorted(times) for batch, new, fmt in [at] if fmt == "bf16" and new in (1, k + 1)
     ]  # fmt: skip
-    whose = f"one GPU's share of {steps.share_of}, without communication" if steps.share_of else "the whole target"
+    whose = f"one GPU's share of {steps.share_of}, without communication: " if steps.share_of else ""
     return Table(
         f"Milliseconds of a step of llama70b at {SHORT[-1]:,} tokens, plain decoding (1 new token) and verification of K = {k}"
-        f" ({k + 1}), {whose}, as timed by `studies/step_times.py`"
+        f" ({k + 1}), {whose}one layer as timed by `studies/step_times.py` x {system.target.depth}, plus the LM head"
         " ([step times](../llama70b-1b/README.md)):",
         ["batch", "new tokens", "BF16", "FP8", "INT8", "FP8 gains", "INT8 gains"],
         ["", "", ".2f", ".2f", ".2f", "+.1%", "+.1%"], rows,

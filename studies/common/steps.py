@@ -59,8 +59,16 @@ class Steps:
     @property
     def told(self) -> str:
         """In words what the times are."""
-        over, added = self.roofline.gpus, f"one GPU's share of {self.roofline.gpus} as timed, to which is added "
-        return added + self.communication_told if self.file.share_of else f"whole steps over {over} GPUs as timed"
+        over = self.roofline.gpus
+        if self.file.share_of:
+            return f"{self.layers_told} on one GPU's share of {over}, to which is added {self.communication_told}"
+        return f"{self.layers_told}, tensor parallel over {over} GPUs"
+
+    @property
+    def layers_told(self) -> str:
+        """In words how steps were made of what was timed (studies.step_times)."""
+        depth = {role: shape.depth for role, shape in self.roofline.shapes.items()}
+        return f"one layer as timed x {depth['target']} (the draft's x {depth['draft']}), plus the LM head"
 
     @property
     def communication_told(self) -> str:
