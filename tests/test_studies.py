@@ -103,12 +103,23 @@ def test_measured_break_even_is_that_of_the_timings(claims):
 
 def test_the_fastest_k_is_the_maximum_of_the_curve(claims):
     """(b): speed and K of every row are those of the largest speedup over K, which lies inside what its cost knows."""
-    for name, batch, high, k, *_ in claims["b"]["tables"][0]["rows"]:
+    for name, batch, quoted, high, k, *_ in claims["b"]["tables"][0]["rows"]:
         system = next(s for p in PRICED for s in p.systems if s.name == name)
         speeds = system.speedup(
-            curves.alpha_of(4.5, 8), batch, 2048, "bf16", system.k_timed or CONFIG["speed"]["k_max"]
+            curves.alpha_of(4.5, quoted), batch, 2048, "bf16", system.k_timed or CONFIG["speed"]["k_max"]
         )
         assert (high, k) == (pytest.approx(speeds.max()), speeds.argmax()) and k < len(speeds) - 1
+
+
+def test_a_mu_is_judged_at_every_k_it_may_be_quoted_at(claims):
+    """(b): every system and batch stands at the default K and at another; the verdict counts all of them and the fixed K."""
+    rows = claims["b"]["tables"][0]["rows"]
+    assert {r[2] for r in rows} == {5, 8} and len(rows) == 2 * len({(r[0].split(",")[0], r[1]) for r in rows})
+    within = [0.2 <= 1 - r[5] / r[3] <= 0.3 for r in rows]
+    assert claims["b"]["verdict"] == results.verdict([*within, 0.2 <= 1 / 5.5 <= 0.3])
+    for k in (5, 8):
+        mine = [w for w, r in zip(within, rows, strict=True) if r[2] == k]
+        assert f"in the claimed range in {sum(mine)} of {len(mine)} rows" in claims["b"]["because"]
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3"])
