@@ -89,17 +89,17 @@ def knee(priced: Sequence[Priced], k_max: int) -> Claim:
         rows += mine
         lost, gain, slope = ([r[at] for r in mine if r[at] is not None] for at in (-3, -2, -1))
         told.append(
-            f"Quoted at K = {quoted} (alpha {alphas[-1]:.2f} to {alphas[0]:.2f}) {min(lost):.1%} to {max(lost):.1%}, in the"
-            f" claimed range in {_claimed(lost)} of {len(lost)} rows, the speedup rising {min(slope):.2f} to {max(slope):.2f} times as"
-            f" steeply above 4 as below it; of the gain (speedup minus 1) {min(gain):.1%} to {max(gain):.1%}, in the range in"
+            f"Quoted at K = {quoted} (alpha {alphas[-1]:.2f} to {alphas[0]:.2f}): {min(lost):.1%} to {max(lost):.1%}, in the"
+            f" claimed range in {_claimed(lost)} of {len(lost)} rows, the speedup {min(slope):.2f} to {max(slope):.2f} times as"
+            f" steep above 4 as below it; of the gain (speedup minus 1) {min(gain):.1%} to {max(gain):.1%}, in the range in"
             f" {_claimed(gain)}."
         )
     within = [bool(_claimed([x])) for x in (fixed, *(r[-3] for r in rows))]
     why = (
         f"At one K the speed goes as mu + 1, a straight line without a knee: 4.5 to 3.5 accepted costs {fixed:.1%}, in every"
         f" format and at every batch (4.5 to 3.5 *emitted* {fixed_k_loss(HIGH - 1, LOW - 1):.1%}). At the fastest K for each mu"
-        f" it hangs on the K at which mu is quoted, on the system and on the batch. {' '.join(told)} A mu near the K of its"
-        " quotation says that drafts go on being accepted far beyond it, which no mu at that K shows."
+        f" the loss goes by the K at which mu is quoted, the system and the batch. {' '.join(told)} With alpha^k a mu near K"
+        " means that drafts go on being accepted far beyond K, which a mu at K does not show."
     )
     table = Table(
         f"Speedup over plain decoding at context {SHORT[-1]:,} with a BF16 cache, acceptance alpha^k with mu as quoted at one"
