@@ -1,6 +1,6 @@
 """Step times as `studies/step_times.py` keeps them, as a cost: to one GPU's share the communication is added."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,16 @@ def whole_steps(file: TimingFile, roofline: Roofline) -> list[Timing]:
 def _longer(r: Timing, by: float) -> Timing:
     """A timing and each of its repeats, `by` seconds longer."""
     return r.model_copy(update={"seconds": r.seconds + by, "repeats": r.repeats and [t + by for t in r.repeats]})
+
+
+def drift(records: Iterable[Timing]) -> float:
+    """How far two points that were not timed together are off at least: the largest share by which a plain step of one row at
+    the second context lies below that at the first, where it should lie above; 0 where none does."""
+    plain = {
+        (r.kv_format, r.context): r.seconds for r in records if (r.kind, r.batch, r.new_tokens) == ("target", 1, 1)
+    }
+    first, second = [*sorted({c for _, c in plain}), None, None][:2]
+    return max([0.0, *(1 - t / plain[f, first] for (f, c), t in plain.items() if c == second and (f, first) in plain)])
 
 
 @dataclass(frozen=True)
