@@ -112,6 +112,16 @@ def test_measured_break_even_is_that_of_the_timings(claims):
     assert claims["i"]["verdict"] == results.verdict(held)
 
 
+def test_what_is_said_of_attention_in_the_engine_is_its_own_kernels(claims):
+    """(i): FLASH_ATTN ran there, so the times are FlashAttention 3's, at the engine's batch and the queries of K = 4."""
+    rows = [r for r in json.loads((KEPT / "kernels" / "h200.json").read_text())["verify"] if r["geometry"] == "64/8/128"
+            and (r["kernel"], r["batch"], r["queries"]) == ("flash_attention_3", 32, 5)]  # fmt: skip
+    us = {(r["context"], r["format"]): r["us"] for r in rows}
+    over = [us[c, "fp8_e4m3"] / us[c, "bf16"] for c, f in us if f == "bf16"]
+    note = claims["i"]["tables"][1]["note"]
+    assert len(over) == 3 and f"{min(over):.2f} to {max(over):.2f} times as long with FP8" in note
+
+
 def test_a_change_within_the_noise_between_points_is_undecided():
     """More than 2 % counts by a roofline; by timed steps it has to exceed what two points not timed together are off by: how
     far one row's plain step at the second context lies below that at the first, or nothing."""

@@ -28,7 +28,7 @@ def claims(config: Mapping[str, Any], folder: Path) -> list[Claim]:
         knee(priced, config["k_max"]),
         sizes(priced[0].systems[0]),
         short_contexts(priced, config["k"], kernels, read_file(str(folder / config["steps"]))),
-        losses(priced, config["k"], json.loads((folder / config["engine"]).read_text())),
+        losses(priced, config["k"], json.loads((folder / config["engine"]).read_text()), kernels),
     ]
 
 
@@ -195,9 +195,9 @@ def _kernel_table(kernels: Mapping[str, Any]) -> Table:
     )  # fmt: skip
 
 
-def losses(priced: Sequence[Priced], k: int, engine: Mapping[str, Any]) -> Claim:
+def losses(priced: Sequence[Priced], k: int, engine: Mapping[str, Any], kernels: Mapping[str, Any]) -> Claim:
     """(i): the mu below which K = k is slower than plain decoding at the same format, and whether a format raises it; and what
-    an engine showed (a validation.json of synthetic acceptance).
+    an engine showed (a validation.json of synthetic acceptance) beside kernels by themselves (`make bench-kernels`).
 
     A case is a point and a format. The claim holds in it where some mu below MARGINAL pays with BF16 and not with the format;
     break-even + 1 is a ratio of times, and its change has to count (`counts`).
@@ -217,13 +217,13 @@ def losses(priced: Sequence[Priced], k: int, engine: Mapping[str, Any]) -> Claim
             measured += holds
             if max(changes.values()) > MATTERS and min(changes.values()) < 0:
                 apart.append(
-                    f"at batch {batch} and {context:,} tokens {at[FP8]:.2f} and {at[INT8]:.2f} against {at['bf16']:.2f}"
+                    f"{at[FP8]:.2f} and {at[INT8]:.2f} against {at['bf16']:.2f} at batch {batch} and {context:,} tokens"
                 )
         draws = {f: system.break_even_draws(batch, context, f, k) for f in FORMATS}
         rows.append([system.name, batch, context, *(measure(at[f], draws[f]) for f in FORMATS)])
     found = [value_of(x) for r in rows for x in r[3:]]
     both = (
-        f" FP8 and INT8, alike in bytes, lie on either side of BF16 {'; '.join(apart)}: so much can be noise."
+        f" FP8 and INT8, alike in bytes, lie on either side of BF16 ({'; '.join(apart)}): so much can be noise."
         if apart
         else ""
     )
@@ -234,8 +234,8 @@ def losses(priced: Sequence[Priced], k: int, engine: Mapping[str, Any]) -> Claim
         f" more than a cycle that drafting or arithmetic fills. Counted, and undecided, are changes as in (d), here of mu + 1,"
         f" a ratio of times.{both} 3.0 is no border: speculation pays above mu = cycle time / plain step - 1, which is"
         f" {min(found):.2f} to {max(found):.2f} at these points and depends on K, on the batch and on the draft's cost; a"
-        f" format raises it beyond 3.0 in {sum(map(bool, above)) or 'none'} of them. And the loss is one of a fixed K: with K chosen"
-        " anew, speculation is never slower than plain decoding (K = 0)." + engine_losses(engine)
+        f" format raises it beyond 3.0 in {sum(map(bool, above)) or 'none'} of them. And the loss is one of a fixed K: with K"
+        " chosen anew, speculation is never slower than plain decoding (K = 0)." + engine_losses(engine)
     )
     table = Table(
         f"mu at which K = {k} is as fast as plain decoding in the same format, where the batch fits in BF16:",
@@ -244,5 +244,5 @@ def losses(priced: Sequence[Priced], k: int, engine: Mapping[str, Any]) -> Claim
     )  # fmt: skip
     return Claim(
         "i", "Below mu = 3.0 a quantized cache can turn speculation into a loss.", verdict(outcome), why,
-        [table, engine_table(engine)],
+        [table, engine_table(engine, kernels)],
     )  # fmt: skip
