@@ -24,7 +24,7 @@ from specq.kv import get_format
 from specq.progress import Reporter
 from specq.stats import Estimate
 from studies.best_k import __main__ as best_k
-from studies.claims import acceptance, speed
+from studies.claims import acceptance, outliers, settings, speed
 from studies.claims import page as claims_page
 from studies.claims.priced import counts
 from studies.common import curves, results, runs
@@ -258,17 +258,36 @@ def test_a_corrupted_target_keeps_its_acceptance_where_its_draft_shares_the_cach
 def test_claims_about_outliers_and_scales(small):
     """(e), (h) on the small runs: per-tensor INT8 breaks, a scale per channel mends it, and the verdict follows the numbers."""
     studies = {n: m for n, m in small[0].items() if n.startswith("outliers")}
-    made = acceptance.outliers_and_scales(studies)
+    made = outliers.outliers_and_scales(studies)
     caused = {row[0]: row[2] for row in made.tables[1].rows}
     assert caused["int8_per_tensor"].lo > 0 and caused["int8_per_channel"].value < 0.1 * caused["int8_per_tensor"].value
-    rescued = caused["int8_per_token_head"].value <= acceptance.REMAINS * caused["int8_per_tensor"].value
-    assert ("does not rescue it" in made.because) != rescued and (made.verdict != "confirmed" or rescued)
+    stressed, arms = studies["outliers-256"], [f"{f}+bf16" for f in ("int8_per_token_head", "int8_per_tensor")]
+    (kl, _, said) = next(r[-3:] for r in made.tables[2].rows if r[0] == "x256")
+    assert (
+        kl.value == pytest.approx(np.divide(*(stressed.columns[a]["kl"].sum() for a in arms)))
+        and kl.lo < kl.value < kl.hi
+    )
+    assert said == ("rescued" if kl.hi <= 0.1 else "not rescued" if kl.lo > 0.1 else "undecided")
+    assert f"{said} at x256" in made.because
     assert "one scale per tensor breaks" in made.because
-    assert all(caused[f].value == caused[f].se == 0.0 for f in acceptance.BY_CHANNEL)  # a power of two changes no code
+    assert all(caused[f].value == caused[f].se == 0.0 for f in settings.BY_CHANNEL)  # a power of two changes no code
     assert "channels 5, 37, 11, 43 of the 64 of KV head 0 (of 2) are multiplied by 256" in made.tables[1].note
     by_channel = acceptance.keys_by_channel(studies)
     stressed = next(r for r in by_channel.tables[0].rows if r[0] == "stressed")
     assert "KL" in stressed[-2] and not stressed[-1] and stressed[1] < stressed[2]
+
+
+def test_a_rescue_is_judged_at_every_strength():
+    """(e): the context study's rows are its own figures; the verdict counts all strengths."""
+    kept = json.loads((KEPT / "context" / "context.json").read_text())
+    point = next(s for s in kept["series"] if s["name"].endswith("x64"))["points"][0]["formats"]
+    left = [point[f]["kl"]["value"] for f in ("int8_per_token_head", "int8_per_tensor")]
+    claim = next(c for c in json.loads((KEPT / "claims" / "claims.json").read_text())["claims"] if c["key"] == "e")
+    rows = claim["tables"][2]["rows"]
+    assert [r[0] for r in rows] == ["x64", "x64", "x256", "x512"] and rows[0][3] == pytest.approx(left[0] / left[1])
+    value = [r[3]["value"] if isinstance(r[3], dict) else r[3] for r in rows]
+    assert [r[-1] for r in rows] == ["rescued" if v <= 0.1 else "not rescued" for v in value]
+    assert claim["verdict"] == "depends" and "; not rescued at x256 (" in claim["because"]
 
 
 def test_the_claimed_loss_is_judged_where_it_could_happen(small):
@@ -288,8 +307,8 @@ def test_the_claimed_loss_is_judged_where_it_could_happen(small):
 
 def test_the_strength_of_the_stress_is_that_of_the_config():
     """What the page says about the outliers is what the config makes."""
-    entry = next(e for e in CONFIG["study"] if e["name"] == acceptance.STRESSED)
-    assert entry["outliers"] == acceptance.FACTOR
+    entry = next(e for e in CONFIG["study"] if e["name"] == settings.STRESSED)
+    assert entry["outliers"] == settings.FACTOR
 
 
 def test_runs_are_kept_and_never_mixed(small, monkeypatch):

@@ -1,36 +1,24 @@
 """Claims about acceptance, judged on studies: every function takes what was measured, by name, and gives a Claim."""
 
-from collections.abc import Mapping
-from pathlib import Path
-
 from specq.analysis import BASE
 from specq.prompts import Text
+from studies.claims.outliers import outliers_and_scales
+from studies.claims.settings import (
+    E4M3,
+    E5M2,
+    FAR,
+    INT8_MIXED,
+    INT8_TENSOR,
+    INT8_TOKEN,
+    NEAR,
+    PLAIN,
+    STRESSED,
+    Studies,
+    alone,
+    listed,
+)
 from studies.common.measured import Measured, change_of_difference, change_of_mean, change_of_shift
 from studies.common.results import CONFIRMED, DEPENDS, REFUTED, Claim, Table, verdict
-from studies.common.runs import read_config
-from studies.common.stress import CHANNELS, HEAD
-
-Studies = Mapping[str, Measured]
-CONTEXT = Path(__file__).parents[1] / "context" / "config.toml"  # the study that stresses keys by other factors
-FACTOR = 256  # of the stressed keys
-PLAIN, STRESSED = "outliers-1", f"outliers-{FACTOR}"
-NEAR, FAR = "context-256", "context-2048"
-E4M3, E5M2 = "fp8_e4m3", "fp8_e5m2"
-INT8_TOKEN, INT8_TENSOR, INT8_CHANNEL, INT8_MIXED = (
-    "int8_per_token_head", "int8_per_tensor", "int8_per_channel", "int8_k_channel_v_token",
-)  # fmt: skip
-BY_CHANNEL = (INT8_CHANNEL, INT8_MIXED)  # formats whose keys have a scale per channel
-REMAINS = 0.1  # of the loss that outliers cause: what a rescue may leave
-
-
-def alone(fmt: str) -> str:
-    """The arm whose target's cache alone has the format."""
-    return f"{fmt}+bf16"
-
-
-def listed(names: list[str]) -> str:
-    """Names for a sentence."""
-    return ", ".join(names) if names else "none"
 
 
 def drafts_for_itself(study: Measured) -> bool:
@@ -118,68 +106,6 @@ def _of_cut_cycles(m: Studies) -> str:
 def _ends_inside(text: Text, k: int) -> bool:
     """Whether EOS cuts a cycle of a draft that is always accepted: such a cycle is k + 1 tokens."""
     return text.ended and text.positions % (k + 1) > 0
-
-
-def outliers_and_scales(m: Studies) -> Claim:
-    """(e): what outlier channels cost under each scale, and what of it remains."""
-    now, before = m[STRESSED], m[PLAIN]
-    shown = Table(
-        "Shift of mu at K = 5, KL from the BF16 target in nats, and how often the likeliest token is the same:",
-        ["setting", "format", "shift of mu", "KL", "top-1 agreement"],
-        ["", "", "+.4f", ".5f", ".1%"],
-        [
-            [s.about, f, s.shift(alone(f)), s.mean("kl", alone(f)), s.mean("top1_agrees", alone(f)).value]
-            for s in (before, now)
-            for f in s.formats
-        ],
-    )
-    kl = {f: change_of_mean(now, before, "kl", alone(f)) for f in now.formats}
-    mu = {f: change_of_shift(now, before, alone(f)) for f in now.formats}
-    table = Table(
-        f"What the outliers alone add ({now.about} minus {before.about}, the same texts to the bit):",
-        ["format", "change of the shift of mu", "added KL"],
-        ["", "+.4f", "+.5f"],
-        [[f, mu[f], kl[f]] for f in now.formats],
-        _stress_told(now.study["pair"]["target"]["shape"], [f for f in now.formats if f in BY_CHANNEL]),
-    )
-    breaks = {n: kl[n].lo > 0 and mu[n].hi < 0 for n in (INT8_TENSOR, E4M3)}
-    left = kl[INT8_TOKEN].value / kl[INT8_TENSOR].value
-    rescued = breaks[INT8_TENSOR] and left <= REMAINS
-    why = (
-        f"Three things are claimed. INT8 with one scale per tensor {_breaks(breaks[INT8_TENSOR])}: outliers cost it"
-        f" {-mu[INT8_TENSOR].value:.3f} accepted tokens and {kl[INT8_TENSOR].value:.3f} nats. A scale per token and head"
-        f" {'rescues' if rescued else 'does not rescue'} it: {left:.1%} of that KL and"
-        f" {mu[INT8_TOKEN].value / mu[INT8_TENSOR].value:.1%} of that loss remain (rescued would be at most {REMAINS:.0%} of"
-        f" the KL). FP8 E4M3 with one scale, 1.0, {_breaks(breaks[E4M3])}: outliers add"
-        f" {kl[E4M3].value:.4f} nats and move mu by {mu[E4M3].value:+.3f} [{mu[E4M3].lo:+.3f}, {mu[E4M3].hi:+.3f}], since its"
-        " exponent covers the range until codes saturate."
-        " An outlier channel is large in every token, so a scale per token and head is still spent on it in its own head; it"
-        " only spares the heads without outliers."
-    )
-    claim = "Per-tensor scales break where keys have outlier channels, and per-token scales rescue them."
-    return Claim("e", claim, verdict([breaks[INT8_TENSOR], rescued, breaks[E4M3]]), why, [shown, table])
-
-
-def _stress_told(shape: Mapping, by_channel: list[str]) -> str:
-    """How the outliers are made, and which rows follow from that alone."""
-    half = shape["head_dim"] // 2
-    channels = [c + offset for c in CHANNELS for offset in (0, half)]
-    strengths = {e["outliers"] for e in read_config(CONTEXT)["study"] if "outliers" in e}
-    others = " and ".join(f"x{f} ({f / 127:.1f} times)" for f in sorted(strengths))
-    return (
-        f"The outliers are made, not found: in every layer, channels {', '.join(map(str, channels))} of the"
-        f" {shape['head_dim']} of KV head {HEAD} (of {shape['kv_heads']}) are multiplied by {FACTOR} in the keys and divided by"
-        " it in the queries, so that the model with a BF16 cache is the same to the bit. The factor is a power of two, so where"
-        f" a key channel has a scale of its own ({', '.join(by_channel)}) the scale takes it up and every code stays the same:"
-        " the zeros of those rows are an identity, not a finding. E4M3 and E5M2 take it up in their exponents too, but for what"
-        f" saturates or lies below their smallest numbers. The strength is chosen by hand: with x{FACTOR} one step of an INT8"
-        f" scale that spans the outliers is {FACTOR / 127:.1f} times the largest value that those channels had before. The"
-        f" [context study](../context/README.md) uses {others}."
-    )
-
-
-def _breaks(broken: bool) -> str:
-    return "breaks" if broken else "does not break by what these texts resolve"
 
 
 def context(m: Studies) -> Claim:
