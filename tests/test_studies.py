@@ -177,9 +177,11 @@ def test_alpha_of_is_the_inverse():
 
 
 def test_a_verdict_needs_every_case():
-    """Confirmed: in every case; not confirmed here: in none; else it depends."""
-    assert [results.verdict(x) for x in ([True, True], [False, False], [True, False])] == [
-        "confirmed", "not confirmed here", "depends",
+    """Confirmed: in every case; not confirmed here: in none; else it depends. Undecided cases count for neither."""
+    cases = [True, True], [False, False], [True, False], [True, None], [False, None], [None], [True, False, None]
+    assert [results.verdict(x) for x in cases] == [
+        "confirmed", "not confirmed here", "depends", "confirmed where resolved", "not confirmed here", "not confirmed here",
+        "depends",
     ]  # fmt: skip
 
 
@@ -277,6 +279,17 @@ def test_claims_about_outliers_and_scales(small):
     assert "KL" in stressed[-2] and not stressed[-1] and stressed[1] < stressed[2]
 
 
+def test_settings_that_resolve_nothing_are_no_verdict_against():
+    """(g), (h): a setting with neither KL nor mu resolved is undecided; settings that share documents are named as such."""
+    claims = {c["key"]: c for c in json.loads((KEPT / "claims" / "claims.json").read_text())["claims"]}
+    for key in "gh":
+        rows = claims[key]["tables"][0]["rows"]
+        outcomes = [bool(r[-2]) and not r[-1] if r[-2] or r[-1] else None for r in rows]
+        assert claims[key]["verdict"] == results.verdict(outcomes) and None in outcomes
+        assert f"Undecided: {rows[outcomes.index(None)][0]}." in claims[key]["because"]
+        assert f"those of {len(rows) - 1} lie among the 24 of embedded pair, temperature 1" in claims[key]["because"]
+
+
 def test_a_rescue_is_judged_at_every_strength():
     """(e): the context study's rows are its own figures; the verdict counts all strengths."""
     kept = json.loads((KEPT / "context" / "context.json").read_text())
@@ -294,7 +307,7 @@ def test_the_claimed_loss_is_judged_where_it_could_happen(small):
     """(a): a target drafting for itself through the same cache loses nothing by construction, so that it is no case."""
     health = small[0]["health"]
     study = SimpleNamespace(
-        **{n: getattr(health, n) for n in ("study", "about", "size", "k", "analysis", "mu", "name")},
+        **{n: getattr(health, n) for n in ("study", "about", "size", "k", "analysis", "mu", "name", "documents")},
         formats=["int8_per_token_head"],
         shift=lambda arm: health.shift(arm.replace("per_token_head", "per_tensor")),
     )
@@ -363,7 +376,9 @@ def test_every_claim_has_a_verdict():
     assert "".join(c["key"] for c in stored["claims"]) == "abcdefghi"
     for c in stored["claims"]:
         assert (
-            c["verdict"] in ("confirmed", "not confirmed here", "depends") and c["because"] and c["tables"][0]["rows"]
+            c["verdict"] in ("confirmed", "confirmed where resolved", "not confirmed here", "depends")
+            and c["because"]
+            and c["tables"][0]["rows"]
         )
 
 

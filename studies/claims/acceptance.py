@@ -1,5 +1,7 @@
 """Claims about acceptance, judged on studies: every function takes what was measured, by name, and gives a Claim."""
 
+from collections.abc import Sequence
+
 from specq.analysis import BASE
 from specq.prompts import Text
 from studies.claims.outliers import outliers_and_scales
@@ -59,7 +61,7 @@ def sizes_of_the_loss(m: Studies) -> Claim:
         REFUTED: "Losses of this size were not seen in any setting.",
         DEPENDS: f"Reached by: {listed([f'{s.about} ({arm})' for s, arm in where])}.{_on_what(m, where)}",
     }[said]
-    why += _of_outliers(m)
+    why += shared_documents(list(m.values())) + _of_outliers(m)
     table = Table(
         "Shift of mu (accepted per cycle) at K = 5, 95 % interval, paired by document:",
         ["setting", "prompts x (prompt + output)", "arm (target+draft cache)", "mu, BF16", "shift", "claimed range"],
@@ -136,61 +138,71 @@ def context(m: Studies) -> Claim:
     return Claim("f", "The loss grows with context.", verdict(outcome), why, [table])
 
 
-def _contest(m: Studies, better: str, worse: str) -> tuple[list[bool], list[str], list[str], Table]:
-    """(wins per setting, settings won, settings lost, table); a win: KL or mu resolved for `better`, neither against."""
-    rows, wins, won, lost = [], [], [], []
-    for study in (s for s in m.values() if {better, worse} <= set(s.formats)):
+def _contest(m: Studies, better: str, worse: str) -> tuple[list[bool | None], str, Table]:
+    """(outcome per setting, who won where, table); a win: KL or mu resolved for `better`, neither against; None: neither is
+    resolved."""
+    rows, outcomes, where = [], [], {better: [], worse: [], "undecided": []}
+    studies = [s for s in m.values() if {better, worse} <= set(s.formats)]
+    for study in studies:
         arms = alone(better), alone(worse)
         mu, kl, means = study.mu_difference(*arms), None, [None, None]
         if study.kl_is_finite:
             kl, means = study.mean_difference("kl", *arms), [study.mean("kl", a).value for a in arms]
         ahead = [n for n, yes in (("KL", kl and kl.hi < 0), ("mu", mu.lo > 0)) if yes]
         behind = [n for n, yes in (("KL", kl and kl.lo > 0), ("mu", mu.hi < 0)) if yes]
-        wins.append(bool(ahead) and not behind)
-        (won if wins[-1] else lost if behind and not ahead else []).append(study.about)
+        outcomes.append(bool(ahead) and not behind if ahead or behind else None)
+        if not (ahead and behind):
+            where[better if ahead else worse if behind else "undecided"].append(study.about)
         rows.append([study.about, *means, kl, mu, ", ".join(ahead), ", ".join(behind)])
-    columns = ["setting", f"KL, {better}", f"KL, {worse}", "difference of KL", "difference of mu", "for", "against"]
+    told = (
+        f"Where KL or mu resolves it ({len(outcomes) - outcomes.count(None)} of {len(outcomes)} settings), `{better}` is the"
+        f" better in {len(where[better])}, `{worse}` in: {listed(where[worse])}. Undecided: {listed(where['undecided'])}."
+        f"{shared_documents(studies)}"
+    )
+    table = Table(
+        "The target's cache alone has the format, the draft's is BF16; shift of mu at K = 5:",
+        ["setting", f"KL, {better}", f"KL, {worse}", "difference of KL", "difference of mu", "for", "against"],
+        ["", ".5f", ".5f", "+.5f", "+.4f", "", ""], rows,
+    )  # fmt: skip
+    return outcomes, told, table
+
+
+def shared_documents(studies: Sequence[Measured]) -> str:
+    """A sentence on settings whose documents all lie among those of the largest; empty where there is none."""
+    largest = max(studies, key=lambda s: len(s.documents))
+    within = [s for s in studies if s is not largest and set(s.documents) <= set(largest.documents)]
+    if not within:
+        return ""
     return (
-        wins,
-        won,
-        lost,
-        Table(
-            "The target's cache alone has the format, the draft's is BF16; shift of mu at K = 5:",
-            columns,
-            ["", ".5f", ".5f", "+.5f", "+.4f", "", ""],
-            rows,
-        ),
+        f" Settings share documents: those of {len(within)} lie among the {len(largest.documents)} of {largest.about}, so that"
+        " they are no independent cases."
     )
 
 
 def e4m3_or_e5m2(m: Studies) -> Claim:
     """(g)."""
-    wins, won, lost, table = _contest(m, E4M3, E5M2)
+    outcomes, told, table = _contest(m, E4M3, E5M2)
     why = (
-        f"E4M3 is resolved to be the better in {len(won)} of {len(wins)} settings, E5M2 in: {listed(lost)}; else neither. E4M3"
-        " has three bits of mantissa against two. At scale 1.0 it ends at 448 where E5M2 ends at 57,344, so that keys with very"
-        " large outliers saturate it; a calibrated scale, or one per token, takes that away. At temperature 0 KL is infinite"
-        " and mu alone decides."
+        f"{told} E4M3 has three bits of mantissa against two. At scale 1.0 it ends at 448 where E5M2 ends at 57,344, so that"
+        " keys with very large outliers saturate it; a calibrated scale, or one per token, takes that away. At temperature 0 KL"
+        " is infinite and mu alone decides."
     )
-    return Claim("g", "E4M3 beats E5M2 for KV.", verdict(wins), why, [table])
+    return Claim("g", "E4M3 beats E5M2 for KV.", verdict(outcomes), why, [table])
 
 
 def keys_by_channel(m: Studies) -> Claim:
     """(h)."""
-    wins, won, lost, table = _contest(m, INT8_MIXED, INT8_TENSOR)
-    why = (
-        f"`{INT8_MIXED}` is resolved to be the better in {len(won)} of {len(wins)} settings, `{INT8_TENSOR}` in:"
-        f" {listed(lost)}; else neither. It hangs on the keys: where channels are alike there is little to save, and static"
-        " scales per channel can saturate on what their calibration did not see."
-    )
+    outcomes, why, table = _contest(m, INT8_MIXED, INT8_TENSOR)
     if STRESSED in m:
+        others = [x for x, row in zip(outcomes, table.rows, strict=True) if row[0] != m[STRESSED].about]
         why += (
             " In the setting with outliers it cannot but win: they are a power of two, which a scale per channel takes up"
-            " without a change of any code (see (e)), so what is measured there is what one scale loses. Without that setting"
-            f" it is {len(won) - (m[STRESSED].about in won)} of {len(wins) - 1}."
+            " without a change of any code (see (e)), so what is measured there is what one scale loses."
+            f" Without that setting {sum(x is True for x in others)} of {len(others)} are won,"
+            f" {others.count(None) or 'none'} undecided."
         )
     claim = "Keys scaled per channel and values per token beat one scale each (`int8_k_channel_v_token`)."
-    return Claim("h", claim, verdict(wins), why, [table])
+    return Claim("h", claim, verdict(outcomes), why, [table])
 
 
 # runs without which a claim cannot be judged; the others take whatever there is

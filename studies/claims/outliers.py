@@ -62,15 +62,16 @@ def outliers_and_scales(m: Studies) -> Claim:
     breaks = {n: kl[n].lo > 0 and mu[n].hi < 0 for n in (INT8_TENSOR, E4M3)}
     why = (
         f"Three things are claimed. INT8 with one scale per tensor {_breaks(breaks[INT8_TENSOR])}: outliers cost it"
-        f" {-mu[INT8_TENSOR].value:.3f} accepted tokens and {kl[INT8_TENSOR].value:.3f} nats. With a scale per token and head it"
-        f" is {_rescue_told(left.rows)} (in brackets what remains of that KL). FP8 E4M3 with one scale, 1.0,"
+        f" {-mu[INT8_TENSOR].value:.3f} accepted tokens and {kl[INT8_TENSOR].value:.3f} nats. With a scale per token and head"
+        f" it is {_rescue_told(left.rows)} (in brackets what remains of the KL). FP8 E4M3 with one scale, 1.0,"
         f" {_breaks(breaks[E4M3])}: outliers x{FACTOR} add {kl[E4M3].value:.4f} nats and move mu by {mu[E4M3].value:+.3f}"
         f" [{mu[E4M3].lo:+.3f}, {mu[E4M3].hi:+.3f}], since its exponent covers the range until codes saturate. An outlier"
         " channel is large in every token, so a scale per token and head is still spent on it in its own head; it only spares"
         " the heads without outliers."
     )
     claim = "Per-tensor scales break where keys have outlier channels, and per-token scales rescue them."
-    outcome = [breaks[INT8_TENSOR], *(r[-1] == RESCUED for r in left.rows if r[-1] != UNCLEAR), breaks[E4M3]]
+    rescues = [None if r[-1] == UNCLEAR else r[-1] == RESCUED for r in left.rows]
+    outcome = [breaks[INT8_TENSOR], *rescues, breaks[E4M3]]
     return Claim("e", claim, verdict(outcome), why, [shown, table, left])
 
 

@@ -122,8 +122,9 @@ def short_contexts(priced: Sequence[Priced], k: int, kernels: Mapping[str, Any],
     for system, batch, context in points(priced, SHORT, k):
         gains = [x for f in (FP8, INT8) for x in system.gains(batch, context, f, k)]
         most = max(abs(value_of(x)) for x in gains)
-        which[counts(most, system)].add(batch)
-        outcome += [] if counts(most, system) is None else [most <= MATTERS]
+        counted = counts(most, system)
+        which[counted].add(batch)
+        outcome.append(None if counted is None else not counted)
         rows.append([system.name, batch, context, *gains])
         measured += [rows[-1]] if system.k_timed is not None else []
     free, unclear = sorted(which[False] - which[True] - which[None]), sorted(which[None] - which[True])
@@ -202,15 +203,14 @@ def losses(priced: Sequence[Priced], k: int, engine: Mapping[str, Any], kernels:
     A case is a point and a format. The claim holds in it where some mu below MARGINAL pays with BF16 and not with the format;
     break-even + 1 is a ratio of times, and its change has to count (`counts`).
     """
-    rows, outcome, measured, apart, above, unclear = [], [], [], [], [], 0
+    rows, outcome, measured, apart, above = [], [], [], [], []
     for system, batch, context in points(priced, (2048, 32768), k):
         if not system.fits(batch, context, "bf16"):
             continue
         at = {f: system.break_even(batch, context, f, k) for f in FORMATS}
         changes = {f: (at[f] + 1) / (at["bf16"] + 1) - 1 for f in (FP8, INT8)}
         up = {f: counts(x, system) for f, x in changes.items()}
-        holds = [x and at["bf16"] < MARGINAL for x in up.values() if x is not None]
-        unclear += len(up) - len(holds)
+        holds = [x and at["bf16"] < MARGINAL for x in up.values()]  # None where undecided
         outcome += holds
         above += [x and at[f] > MARGINAL for f, x in up.items()]
         if system.k_timed is not None:
@@ -221,6 +221,7 @@ def losses(priced: Sequence[Priced], k: int, engine: Mapping[str, Any], kernels:
                 )
         draws = {f: system.break_even_draws(batch, context, f, k) for f in FORMATS}
         rows.append([system.name, batch, context, *(measure(at[f], draws[f]) for f in FORMATS)])
+    decided, timed = ([x for x in cases if x is not None] for cases in (outcome, measured))
     found = [value_of(x) for r in rows for x in r[3:]]
     both = (
         f" FP8 and INT8, alike in bytes, lie on either side of BF16 ({'; '.join(apart)}): so much can be noise."
@@ -228,11 +229,11 @@ def losses(priced: Sequence[Priced], k: int, engine: Mapping[str, Any], kernels:
         else ""
     )
     why = (
-        f"It can, in {sum(outcome)} of {len(outcome)} cases (a point and a format; by measured steps {sum(measured)} of"
-        f" {len(measured)}), {unclear or 'none'} more undecided: there a pair whose mu lies between the columns gains with BF16"
-        f" and loses with the format at K = {k}, without a token of acceptance lost, since the format speeds up plain decoding"
-        f" more than a cycle that drafting or arithmetic fills. Counted, and undecided, are changes as in (d), here of mu + 1,"
-        f" a ratio of times.{both} 3.0 is no border: speculation pays above mu = cycle time / plain step - 1, which is"
+        f"It can, in {sum(decided)} of {len(decided)} cases (a point and a format; by measured steps {sum(timed)} of"
+        f" {len(timed)}), {outcome.count(None) or 'none'} more undecided: there a pair whose mu lies between the columns gains"
+        f" with BF16 and loses with the format at K = {k}, without a token of acceptance lost, since the format speeds up plain"
+        f" decoding more than a cycle that drafting or arithmetic fills. Counted, and undecided, are changes as in (d), here of"
+        f" mu + 1, a ratio of times.{both} 3.0 is no border: speculation pays above mu = cycle time / plain step - 1, which is"
         f" {min(found):.2f} to {max(found):.2f} at these points and depends on K, on the batch and on the draft's cost; a"
         f" format raises it beyond 3.0 in {sum(map(bool, above)) or 'none'} of them. And the loss is one of a fixed K: with K"
         " chosen anew, speculation is never slower than plain decoding (K = 0)." + engine_losses(engine)
