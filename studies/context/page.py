@@ -37,6 +37,7 @@ def text(results: dict) -> str:
     """README.md of the page."""
     out = [ABOUT.format(**results), "Made by `make context`: " + machine_line(results["environment"]) + "\n"]
     out += [f"Not made: {n['name']}, {n['about']} ({n['why']}).\n" for n in results["not_made"]]
+    out += _not_stressed(results["series"])
     out += ["![shift of mu and KL against context](context.png)\n"]
     out += [
         "Shifts: linear up to 0.01, logarithmic beyond. An interval of KL at the edge goes on; the tables have it.\n"
@@ -47,6 +48,15 @@ def text(results: dict) -> str:
     arms = results["health"]["arms"]
     out += [HEALTH.format(about=results["health"]["about"].capitalize(), worst=arms[-1]["arm"]), markdown(_arms(arms))]
     return "\n".join(out).rstrip() + "\n"
+
+
+def _not_stressed(series: list[dict]) -> list[str]:
+    """The contexts of one series at which another was not made."""
+    have = [{p["context"] for p in s["points"]} for s in series]
+    gone = [(s["name"], sorted(set.union(*have) - mine)) for s, mine in zip(series, have, strict=True)]
+    return [
+        f"Not made: {name} at {', '.join(f'{c:,}' for c in contexts)} tokens.\n" for name, contexts in gone if contexts
+    ]
 
 
 def _points(series: dict) -> dict:
