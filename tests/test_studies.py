@@ -456,7 +456,9 @@ def test_the_guides_calibration_runs_as_written(tmp_path):
     said = run(*shlex.split(line)[1:], cwd=tmp_path)
     assert said.returncode == 0, said.stderr
     kept = json.loads((KEPT / "llama70b-1b" / "calibrated.json").read_text())
-    assert get_gpu(str(tmp_path / "my-h200.toml")).efficiency.bandwidth == pytest.approx(kept["bandwidth"], abs=1e-3)
+    found = get_gpu(str(tmp_path / "my-h200.toml")).efficiency
+    assert found.bandwidth == pytest.approx(kept["bandwidth"], abs=1e-3)
+    assert found.source == kept["source"] == "calibrated on timings.json and share.json"
 
 
 def test_links_of_the_manual_lead_somewhere():
