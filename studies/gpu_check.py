@@ -216,7 +216,10 @@ def _scoring_made(made: dict) -> str:
     if e := made.get("environment"):
         return f"transformers {e['transformers']}, specq {e['specq']}, {e['date']}, `{e['command']}`"
     default = ":".join(["specq bench scoring", made["pair"], str(made["tokens"]), str(made["texts"])])
-    return f"kept on 2026-11-30 with specq 0.1.0 (its file has no date, transformers version or command; `{default}`)"
+    return (
+        "kept on 2026-11-30 with specq 0.1.0 (its file has no date, transformers version or command;"
+        f" `{default}` times the same)"
+    )
 
 
 def main() -> None:
