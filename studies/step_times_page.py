@@ -16,7 +16,7 @@ from specq.shape import ModelShape
 from studies.common.curves import best_k, emitted
 from studies.common.results import wrapped
 from studies.common.steps import Steps, drift, key, whole_steps
-from studies.step_times import BATCHES, CONTEXTS, FORMATS, MEMORY, NEW, fitting, groups, missing
+from studies.step_times import BATCHES, CONTEXTS, FORMATS, MEMORY, NEW, TIMED, fitting, groups, missing
 from studies.step_times_beside import communication_section, study_section, vllm_section
 
 ALPHAS, K_MAX = (0.6, 0.7, 0.8, 0.9), NEW[-1] - 1
@@ -202,7 +202,7 @@ def calibration_section(calibration: Calibration, times: dict, before: dict, aft
         )
     ratios = [format_ratio_error(after, at) for at in after if at[1] != "bf16" and of_bf16(at) in after]
     rows = [("target", f"{n} new" if n == 1 else f"{n} new (K = {n - 1})", n) for n in NEW]
-    rows += [("draft", "draft, 1 new", 1)]
+    rows += [("draft", f"draft, {n} new", n) for n in TIMED["draft"][1]]
     return [
         f"## The roofline beside all {len(after)} points",
         "",

@@ -144,6 +144,8 @@ def test_the_page_of_a_share_says_what_was_not_measured(tmp_path):
         "The times hardly tell from the other factors: link, reduce_seconds",
     ):
         assert says in text, says
+    points = dict(re.findall(r"\| (draft, \d new|\d new[^|]*|all) \| (\d+) \|", text))
+    assert int(points.pop("all")) == len(records) == sum(map(int, points.values())) and "draft, 2 new" in points
     last = re.findall(r"\| (all|speedup at K = 8) \| \d+ \|[^|]*\| [+-](\d\.\d) %, (\d\.\d) %", text)
     assert [name for name, *_ in last] == ["all", "speedup at K = 8"]
     assert all(float(x) <= 0.3 for _, *errors in last for x in errors)  # the factors' small pull towards the assumed
