@@ -35,7 +35,7 @@ def outliers_and_scales(m: Studies) -> Claim:
         ["setting", "format", "shift of mu", "KL", "top-1 agreement"],
         ["", "", "+.4f", ".5f", ".1%"],
         [
-            [s.about, f, s.shift(alone(f)), s.mean("kl", alone(f)), s.mean("top1_agrees", alone(f)).value]
+            [s.about, f, s.shift(alone(f)), s.mean("kl", alone(f)), s.top1_agreement(alone(f))]
             for s in (before, now)
             for f in s.formats
         ],
