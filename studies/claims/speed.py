@@ -134,15 +134,15 @@ def short_contexts(priced: Sequence[Priced], k: int, kernels: Mapping[str, Any],
         gain, name, batch = max((value_of(x), r[0], r[1]) for r in found for x in r[first::2])
         return gain, f"{name}, batch {batch}"
 
+    within = f", and by more, but within the noise, at batch {', '.join(map(str, unclear))}" if unclear else ""
     (plain, where), (timed, timed_at), (drafted, drafted_at) = largest(rows, 3), largest(measured, 3), largest(rows, 4)
     why = (
         f"{margin_told(priced)} Up to 2,048 tokens the format changes at most {MATTERS:.0%} at batch"
-        f" {', '.join(map(str, free)) or 'none'} in every system; undecided, and no more, is batch"
-        f" {', '.join(map(str, unclear)) or 'none'}. At most it makes plain decoding {plain:.0%} faster ({where}), by measured"
-        f" steps {timed:.0%} ({timed_at}): there K and V of all rows together are no longer small beside the weights, so the"
-        f" whole batch's cache counts, not the context of one request. With K = {k} it makes decoding at most {drafted:.0%}"
-        f" faster ({drafted_at}), since drafting and arithmetic fill part of the cycle. The second and the third table show the"
-        " parts on a GPU: steps of a 70B model's target, and one layer's attention as timed."
+        f" {', '.join(map(str, free)) or 'none'} in every system{within}. At most it makes plain decoding {plain:.0%} faster"
+        f" ({where}), by measured steps {timed:.0%} ({timed_at}): there K and V of all rows together are no longer small beside"
+        f" the weights, so the whole batch's cache counts, not the context of one request. With K = {k} it makes decoding at"
+        f" most {drafted:.0%} faster ({drafted_at}), since drafting and arithmetic fill part of the cycle. The second and the"
+        " third table show the parts on a GPU: steps of a 70B model's target, and one layer's attention as timed."
     )
     table = Table(
         f"Speed over BF16, plain decoding and K = {k} ({k + 1} new tokens in a verification) at equal acceptance:",
