@@ -112,7 +112,7 @@ def of_counts(
 def _hotelling(gap: np.ndarray, error: np.ndarray) -> tuple[int, float, float, float]:
     """(degrees of freedom, F, p-value, noncentrality if the mean were `error` [M]) for rows `gap` [documents, M]."""
     noisy = np.ptp(gap, axis=0) > 1e-6
-    if np.abs(gap[:, ~noisy]).max(initial=0.0) > 1e-6:
+    if len(gap) > 1 and np.abs(gap[:, ~noisy]).max(initial=0.0) > 1e-6:
         return 1, np.inf, 0.0, 0.0  # off by the same in every document
     gap, error, n = (
         gap[:, noisy],

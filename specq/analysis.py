@@ -28,9 +28,11 @@ def by_text(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 @dataclass
 class ArmResult:
-    """One arm's chain and per-document sums over one set of texts; a and b are those of a cycle's first draft."""
+    """One arm's chain and per-document sums over its texts of `lengths` [N] positions; a and b (of a cycle's first draft) lie
+    text after text, [sum of lengths]."""
 
     name: str
+    lengths: np.ndarray
     result: chain.ChainResult
     sums: stats.Sums
     a: np.ndarray
@@ -43,16 +45,23 @@ class ArmResult:
 
 @dataclass
 class Analysis:
-    """All arms over one set of texts, with the shared bootstrap draws."""
+    """All arms with the shared bootstrap draws.
+
+    `texts` are those of all arms, but where arms on own text are paired: then they are the format's, and the baseline and the
+    null arm have their own on the same prompts.
+    """
 
     texts: Sequence[Text]
-    lengths: np.ndarray
-    tokens: np.ndarray
     documents: stats.Documents
     resampler: stats.Resampler
     arms: dict[str, ArmResult]
     base: str
     k_max: int
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Positions of `texts`, [N]."""
+        return np.array([t.positions for t in self.texts])
 
     def shift(self, arm: str, k: int) -> stats.Estimate:
         """mu(arm) - mu(base) at K = k, paired."""
@@ -61,6 +70,15 @@ class Analysis:
     def shift_minus_null(self, arm: str, k: int, null: str | None) -> stats.Estimate:
         """The shift beyond the null arm's own: mu(arm) - mu(null), paired; the plain shift when there is no null arm."""
         return self.resampler.shift(self.arms[arm].sums, self.arms[null or self.base].sums, k)
+
+    def whole(self, arm: str, k: int) -> stats.Sums:
+        """An arm's sums at K = k alone, with the cycles that texts' ends cut counted whole (`chain.whole`)."""
+        tokens, cycles = (x[:, k - 1] for x in chain.whole(self.arms[arm].result))
+        return stats.Sums(self.documents.sum(tokens), self.documents.sum(cycles)[:, None])
+
+    def shift_of_whole_cycles(self, arm: str, k: int) -> stats.Estimate:
+        """The shift with cut cycles counted whole, paired; the rates they go on with are taken as known."""
+        return self.resampler.shift(self.whole(arm, k), self.whole(self.base, k), 1)
 
     def emitted_curve(self, arm: str) -> np.ndarray:
         """Emitted for K = 0..k_max, [k_max + 1]."""
@@ -78,7 +96,8 @@ class Analysis:
 
     def excess(self, arm: str) -> tuple[float, float, float]:
         """(mean, standard error, z) over documents of sum(b - a): far from 0 when `arm`'s target did not write the text."""
-        per_text = by_text(self.arms[arm].b - self.arms[arm].a, self.lengths).sum(0)
+        r = self.arms[arm]
+        per_text = by_text(r.b - r.a, r.lengths).sum(0)
         mean, se = stats.mean_excess(self.documents.sum(per_text))
         return mean, se, mean / se if se > 0 and np.isfinite(se) else 0.0
 
@@ -92,26 +111,31 @@ def analyse(
     *,
     seed: int,
     draws: int,
-    sampled_own: Sequence[str] = (),
 ) -> Analysis:
     """Run the chain for every arm.
 
-    `base` sampled the texts: its b carries all arms (the control form). Arms in `sampled_own` share the texts' target
-    format as well as `base` does, so their own b applies.
+    `base` sampled the texts: its b carries all arms (the control form). An arm with the same target format and another
+    draft's would have sampled them as well, so its own b applies.
     """
     lengths = np.array([t.positions for t in texts])
-    tokens = np.concatenate([np.array(t.response[1:]) for t in texts])
+    tokens = np.concatenate([np.array(t.response[1:], dtype=np.int64) for t in texts])
     documents = stats.Documents.of([t.prompt.document for t in texts])
     a0, b0 = acceptance_terms(columns[base], tokens, rule)
     arms = {}
     for name, cols in columns.items():
         a, b = (a0, b0) if name == base else acceptance_terms(cols, tokens, rule)
-        c = b if name == base or name in sampled_own else chain.control(b0, a0, a)
+        c = b if name.split("+")[0] == base.split("+")[0] else chain.control(b0, a0, a)
         result = chain.run_chain(by_text(a, lengths), by_text(c, lengths), lengths, k_max)
         sums = stats.Sums(documents.sum(result.tokens), documents.sum(result.ends))
-        arms[name] = ArmResult(name, result, sums, *(x if x.ndim == 1 else x[:, 0] for x in (a, b)))
-    resampler = stats.Resampler(documents.count, draws, seed)
-    return Analysis(texts, lengths, tokens, documents, resampler, arms, base, k_max)
+        arms[name] = ArmResult(name, lengths, result, sums, *(x if x.ndim == 1 else x[:, 0] for x in (a, b)))
+    return Analysis(texts, documents, resampler_of(arms, documents, draws, seed), arms, base, k_max)
+
+
+def resampler_of(
+    arms: Mapping[str, ArmResult], documents: stats.Documents, draws: int, seed: int, strata: np.ndarray | None = None
+) -> stats.Resampler:
+    """The draws that these arms share, of documents in which any of them has a position."""
+    return stats.Resampler(documents.count, draws, seed, strata, np.stack([r.sums.tokens for r in arms.values()]))
 
 
 def summarise(analysis: Analysis, arm: str, columns: Columns) -> dict:
@@ -122,6 +146,7 @@ def summarise(analysis: Analysis, arm: str, columns: Columns) -> dict:
     surv = chain.survival(result.ends, result.accepted)
     prompt_mean = chain.emitted_prompt_mean(result.tokens, result.ends) - 1
     useful = chain.emitted_useful(result, ended) - 1
+    tokens, cycles = chain.whole(result)
     estimates = {k: analysis.resampler.emitted(r.sums, k) for k in ks}
     kl = np.asarray(columns["kl"], dtype=float)
     groups = {}
@@ -134,6 +159,7 @@ def summarise(analysis: Analysis, arm: str, columns: Columns) -> dict:
         "mu_accepted": {str(k): _mu_block(e, k) for k, e in estimates.items()},
         "mu_accepted_prompt_mean": _by_k(prompt_mean),
         "mu_accepted_useful": _by_k(useful),
+        "mu_accepted_whole_cycles": _by_k(tokens.sum(0) / cycles.sum(0) - 1),
         "marginal_survival": {str(k): surv[k - 1, :k].tolist() for k in ks},
         "alpha_mean": float(r.a.mean()),
         "ratio_mean": float(np.asarray(columns["ratio"], dtype=float).mean()),

@@ -43,7 +43,7 @@ def _seconds(call: Callable[[], object], repeats: int = 5) -> float:
 
 def bench_help() -> dict:
     """Start-up of the command line, which must not import torch."""
-    command = [sys.executable, "-m", "specq.cli", "--help"]
+    command = [sys.executable, "-m", "specq", "--help"]
     return {"help_seconds": _seconds(lambda: subprocess.run(command, capture_output=True, check=True))}
 
 
@@ -59,7 +59,7 @@ def _study(folder: Path, *args: str) -> tuple[float, float, dict]:
     """(seconds, peak GB, study.json) of a study on the CPU, where the goals are, in a process of its own."""
     began = time.perf_counter()
     how = ["--out", str(folder), "--overwrite", "--device", "cpu"]
-    command = [sys.executable, "-m", "specq.cli", "study", *how, *args]
+    command = [sys.executable, "-m", "specq", "study", *how, *args]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -90,7 +90,7 @@ def bench_tune() -> dict:
         folder = Path(root) / "study"
         _study(folder, "--dtype", "fp8", "--dtype", "int8")
         points = ["--cost", "roofline:h100", "--batch", "1,8,32,128", "--context", "2048,8192,32768"]
-        command = [sys.executable, "-m", "specq.cli", "tune", str(folder), *points]
+        command = [sys.executable, "-m", "specq", "tune", str(folder), *points]
         return {"tune_seconds": _seconds(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))}
 
 

@@ -38,7 +38,7 @@ def capacity_command(
     server = _server(gpus, utilisation, reserve_gb)
     if sequences is not None and server is None:
         raise SpecqError("--sequences asks what fits: name the server with --gpus, e.g. --gpus 8xh100")
-    shared = draft == pairs.SELF
+    shared = pairs.drafts_for_itself(pair, draft)
     load = Load(*pair_shapes(pair, target, draft, weight_bytes), get_format(draft_dtype).name, shared)
     found = report(load, formats, context, server, sequences)
     if as_json:

@@ -8,8 +8,9 @@ A chain holds P_t(j), the probability that j = 0..K drafts of the running cycle 
     emitted(K)   = T / sum_t e_t,   mu(K) = emitted(K) - 1
     S_k          = sum_t a_t P_t(k-1) / sum_t e_t,   so that sum_k S_k = mu exactly
 
-The end of a text cuts its last cycle: T counts its tokens, sum e not its end. That lifts emitted by at most about
-emitted / 2T in relative terms (`edge_bias`); differences between arms on the same text hardly feel it.
+The end of a text cuts its last cycle: T counts its tokens, sum e not its end. That lifts emitted by about emitted / 2T in
+relative terms; where nearly all cycles have K + 1 tokens by up to K / T, or not at all, by where in a cycle the texts end.
+`whole` counts the cut cycle whole.
 
 with c_t(A) = b_t(0) + a_t(A) - a_t(0) (see `control`): b knows from the text's own token whether the position was an
 accepted draft of the arm that sampled it, and the difference of the a's carries it over to arm A. c may leave [0, 1]
@@ -40,14 +41,15 @@ class ChainResult:
     tokens: [N] positions T.
     ends: [N, k_max] expected cycles, sum_t e_t.
     accepted: [N, k_max, k_max] sum_t a_t P_t(k-1) at [n, K-1, k-1]; 0 for k > K.
-    last_end: [N, k_max] P(a cycle ends at the text's last position | that token), for `useful` emitted. Not e_T, which
-        averages over what the last token might have been: where EOS decides that the text stops here, it is given.
+    left: [N, k_max, k_max + 1] the chain's law behind the text's last position at [n, K-1, j]: j drafts of a cycle that the
+        end cuts, or (j = 0) a cycle that ended there. Given the last token, unlike e_T: where EOS decides that the text
+        stops here, it is known. 0 for a text without positions.
     """
 
     tokens: np.ndarray
     ends: np.ndarray
     accepted: np.ndarray
-    last_end: np.ndarray
+    left: np.ndarray
 
 
 def run_chain(a: np.ndarray, c: np.ndarray, lengths: np.ndarray, k_max: int) -> ChainResult:
@@ -67,7 +69,7 @@ def run_chain(a: np.ndarray, c: np.ndarray, lengths: np.ndarray, k_max: int) -> 
     full = np.arange(k_max)  # index of j = K for each K is K = row + 1
     ends = np.zeros((texts, k_max))
     accepted = np.zeros((texts, k_max, k_max))
-    last_end = np.zeros((texts, k_max))
+    left = np.zeros_like(state)
     for t in range(steps):
         live = t < lengths
         if not live.any():
@@ -87,13 +89,23 @@ def run_chain(a: np.ndarray, c: np.ndarray, lengths: np.ndarray, k_max: int) -> 
         state[:, :, 0] = 1.0 - state[:, :, 1:].sum(-1)
         is_last = t == lengths - 1
         if is_last.any():
-            last_end[is_last] = state[is_last, :, 0]
-    return ChainResult(np.asarray(lengths, dtype=float), ends, accepted, last_end)
+            left[is_last] = state[is_last]
+    return ChainResult(np.asarray(lengths, dtype=float), ends, accepted, left)
 
 
 def emitted(tokens: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Steady emitted per cycle, T / sum e over all texts (token-weighted). tokens [N], ends [N, K] -> [K]."""
-    return tokens.sum() / ends.sum(0)
+    return per_cycle(tokens.sum(), ends.sum(0))
+
+
+def per_cycle(tokens: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """T / sum e, [..., K] from totals tokens [...] and ends [..., K].
+
+    Where no cycle ended every draft was accepted, in texts too short for more: K + 1, the most there is. NaN without tokens.
+    """
+    tokens = np.asarray(tokens)[..., None]
+    most = np.where(tokens > 0, np.arange(2.0, ends.shape[-1] + 2), np.nan)
+    return np.divide(tokens, ends, out=most, where=ends != 0)
 
 
 def emitted_prompt_mean(tokens: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -110,10 +122,10 @@ def emitted_prompt_mean(tokens: np.ndarray, ends: np.ndarray) -> np.ndarray:
 def emitted_useful(result: ChainResult, ended: np.ndarray) -> np.ndarray:
     """Emitted per cycle counting only tokens up to EOS, [K].
 
-    A text that ends by EOS cuts its last cycle, which still costs a whole one: T / (sum e + 1 - last_end). `ended` [N]
-    says which texts ended by EOS; for the others the cut is an artefact of the length limit and is not charged.
+    A text that ends by EOS cuts its last cycle, which still costs a whole one: T / (sum e + P(the end cuts a cycle)).
+    `ended` [N] says which texts ended by EOS; for the others the cut is an artefact of the length limit and is not charged.
     """
-    cut = np.where(ended[:, None], 1.0 - result.last_end, 0.0)
+    cut = np.where(ended[:, None], result.left[:, :, 1:].sum(-1), 0.0)
     return result.tokens.sum() / (result.ends + cut).sum(0)
 
 
@@ -122,12 +134,28 @@ def survival(ends: np.ndarray, accepted: np.ndarray) -> np.ndarray:
     return accepted.sum(0) / ends.sum(0)[:, None]
 
 
-EDGE_WARNING = 0.02  # relative lift of mu by cut last cycles worth a word
+def whole(result: ChainResult) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, cycles) per text, both [N, k_max], with the cycle that a text's end cuts counted whole.
 
-
-def edge_bias(emitted_per_cycle: float, positions: float) -> float:
-    """Upper estimate of the relative lift of steady emitted by the cut last cycle: M / 2T.
-
-    From the renewal function, N(T) = T / M - (M^2 - s^2) / 2 M^2 for cycles of mean M and variance s^2 (Feller 1971, XI.3).
+    A cut cycle that has j drafts goes on for R_j = 1 + r_{j+1} R_{j+1} more tokens on average (R_K = 1), r_k being the rate
+    at which k-th drafts that were verified are accepted, over all texts. tokens = T + R, cycles = sum e + 1: their ratio
+    is Wald's equation, exact for texts of any length where cycles are alike, and what a server's counters count.
     """
-    return emitted_per_cycle / (2 * positions)
+    k_max = result.ends.shape[1]
+    begun = result.left.sum(-1)  # 1, or a text's weight in a mixture
+    accepted = np.concatenate(
+        [(result.ends + begun).sum(0)[:, None], result.accepted.sum(0)], 1
+    )  # [K-1, 0]: cycles begun
+    verified = accepted[:, :-1] - result.left.sum(0)[:, :-1]
+    rates = np.divide(accepted[:, 1:], verified, out=np.zeros((k_max, k_max)), where=verified > 0)
+    more = np.zeros_like(result.ends)
+    for k in range(1, k_max + 1):
+        rest = np.ones(k + 1)
+        for j in range(k - 1, -1, -1):
+            rest[j] = 1 + rates[k - 1, j] * rest[j + 1]
+        more[:, k - 1] = result.left[:, k - 1, : k + 1] @ rest
+    return result.tokens[:, None] + more, result.ends + begun
+
+
+CUT_WARNING = 0.02  # relative lift of mu by cut last cycles worth a word,
+CUT_SHIFT, CUT_LEAST = 0.5, 0.001  # and what they do to a shift: more than a share of its standard error, and than this

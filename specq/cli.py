@@ -233,7 +233,9 @@ def validate(
     synthetic: Annotated[
         bool, typer.Option("--synthetic", help="Dummy weights, the study's acceptance: true step times of a shape.")
     ] = False,
-    pair: Annotated[str | None, typer.Option(help="With --synthetic: the registered pair whose shape to run.")] = None,
+    pair: Annotated[
+        str | None, typer.Option(help="With --synthetic: run this registered pair's shape; default the study's.")
+    ] = None,
     context: Annotated[int | None, typer.Option(help="With --synthetic: tokens per prompt.")] = None,
     cost: Annotated[str | None, typer.Option(help="Cost model of the predicted speedup; default the study's.")] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Record p, q, ratio, alpha inside the engine.")] = False,
@@ -410,7 +412,3 @@ def _run() -> None:
         if end.code == Interrupted.exit_code:  # typer's answer to Ctrl-C, which says nothing
             print("specq: interrupted", file=sys.stderr)
         raise
-
-
-if __name__ == "__main__":
-    main()

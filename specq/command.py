@@ -32,8 +32,6 @@ def resolve(options: dict[str, Any], dtypes: list[str]) -> tuple[StudyConfig, di
     given = {k: v for k, v in options.items() if v is not None}
     given = pair.defaults | given | {"dtypes": tuple(names), "pair": pair.name}
     given |= fingerprints(pair, bool(options.get("random_weights")))
-    if options["target"] and options["draft"]:
-        given["pair"] = None
     if "k_max" in given and options["current_k"] is None:
         given["current_k"] = min(StudyConfig().current_k, given["k_max"])  # the default follows a smaller k_max
     config = make_config(**given)

@@ -5,7 +5,6 @@ independent and the standard errors add in squares.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,29 +20,24 @@ from specq.report.schema import Recommendation
 from specq.terminal import Terminal
 
 
-@dataclass(frozen=True)
-class Difference:
-    """B minus A of one figure: an estimate, and whether it is paired."""
-
-    estimate: stats.Estimate
-    paired: bool
+def same_documents(a: Finished, b: Finished) -> bool:
+    """Whether both studies scored the same documents of the same prompt file: names alone may be line numbers."""
+    one, two = (list(dict.fromkeys(t.prompt.document for t in x.material.main.texts)) for x in (a, b))
+    return one == two and a.config.prompts_sha256 == b.config.prompts_sha256
 
 
-def documents_of(analysis: Analysis) -> list[str]:
-    """Names of the documents in the order of the analysis."""
-    return list(dict.fromkeys(t.prompt.document for t in analysis.texts))
+def mu_difference(a: Analysis, b: Analysis, arms: list[tuple[float, str]], k: int, *, paired: bool) -> stats.Estimate:
+    """B minus A of sum_i coefficient_i mu_i(k) over `arms` that both have, e.g. one arm's mu or a shift.
 
-
-def mu_difference(a: Analysis, b: Analysis, arms: list[tuple[float, str]], k: int) -> Difference:
-    """B minus A of sum_i coefficient_i mu_i(k) over `arms` that both have, e.g. one arm's mu or a shift."""
-    paired = documents_of(a) == documents_of(b)
+    `paired` is for the same documents in the same order; otherwise the two count as independent.
+    """
     if paired:
         parts = [(c, b.arms[arm].sums) for c, arm in arms] + [(-c, a.arms[arm].sums) for c, arm in arms]
-        return Difference(a.resampler.combination(parts, k), True)
+        return a.resampler.combination(parts, k)
     one, two = (x.resampler.combination([(c, x.arms[arm].sums) for c, arm in arms], k) for x in (a, b))
     value, se = two.value - one.value, float(np.hypot(one.se, two.se))
     width = float(stdtrit(min(a.documents.count, b.documents.count) - 1, (1 + stats.LEVEL) / 2)) * se if se else 0.0
-    return Difference(stats.Estimate(value, se, value - width, value + width), False)
+    return stats.Estimate(value, se, value - width, value + width)
 
 
 def compare_command(first: Path, second: Path) -> None:
@@ -98,13 +92,13 @@ def mu_table(a: Finished, b: Finished, formats: list[str], k: int) -> Table:
         arm = f"{name}+bf16"
         if name != "bf16" and arm in one.arms and arm in two.arms:
             rows += [(f"mu {name}", [(1.0, arm)]), (f"shift {name}", [(1.0, arm), (-1.0, BASE)])]
-    paired = mu_difference(one, two, rows[0][1], k).paired
+    paired = same_documents(a, b)
     how = "paired: the same documents" if paired else "other documents: as independent studies"
     table = Table(title=f"accepted per cycle at K = {k}; {how}", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for heading in ("", "A", "B", "B - A", "95 % interval", "resolved"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name, arms in rows:
-        difference = mu_difference(one, two, arms, k).estimate
+        difference = mu_difference(one, two, arms, k, paired=paired)
         values = [x.resampler.combination([(c, x.arms[arm].sums) for c, arm in arms], k).value for x in (one, two)]
         offset = 0.0 if len(arms) > 1 else 1.0  # emitted is one more than accepted; a shift is the same
         interval = f"[{difference.lo:+.4f}, {difference.hi:+.4f}]"

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
 from specq import decision, recommendation
-from specq.analysis import BASE, NULL, Analysis, Columns, analyse
+from specq.analysis import BASE, NULL, Analysis, ArmResult, Columns, analyse, resampler_of
 from specq.config import DRAWS
 from specq.cost import CostModel
 from specq.decision import Decision, StudyFacts
@@ -28,13 +29,19 @@ class Material:
     columns: Mapping[str, Columns]
     own: dict[str, Analysis]
 
-    @property
+    @cached_property
     def paired(self) -> dict[str, Analysis]:
-        """Per format with own text: the baseline on its text, the null arm and the format's arms each on their own."""
+        """Per format with own text: its analysis, beside the baseline and the null arm each on their own text."""
         if not self.own:
             return {}
         base = {BASE: self.main.arms[BASE], NULL: self.own[NULL].arms[NULL]}
-        return {f: replace(self.main, arms=a.arms | base) for f, a in self.own.items() if f != NULL}
+        return {f: _beside(base, a) for f, a in self.own.items() if f != NULL}
+
+
+def _beside(base: dict[str, ArmResult], own: Analysis) -> Analysis:
+    arms = own.arms | base
+    draws = resampler_of(arms, own.documents, len(own.resampler.weights), own.resampler.seed)
+    return replace(own, arms=arms, base=BASE, resampler=draws)
 
 
 @dataclass
@@ -60,8 +67,9 @@ def conclude(
     main = weigh(material.main)
     probabilistic = None
     if config.draft_sampling == "greedy" and not facts.transform.greedy and config.text != "own":
+        main_texts, rule = material.main.texts, Rule("probabilistic", config.verify)
         probabilistic = weigh(
-            analyse(material.main.texts, material.columns, BASE, Rule(), config.k_max, seed=config.seed, draws=DRAWS)
+            analyse(main_texts, material.columns, BASE, rule, config.k_max, seed=config.seed, draws=DRAWS)
         )
     out = {}
     for fmt in formats:

@@ -15,10 +15,11 @@ DRAWS = 2000  # bootstrap draws behind every interval
 class RunConfig(BaseModel):
     """What a study and a rollout have in common: the pair, the prompts, sampling and rules.
 
-    `draft` may also be `self` (the target drafts for itself) or `ngram` (prompt lookup of `ngram` = shortest, longest).
-    `random_weights` builds the models from their configurations alone: memory and step times mean something then, text and
-    acceptance nothing. `temperature`, `top_k`, `top_p` left at None take the target's generation_config, as vLLM does, and
-    then 1, 0, 1.
+    `pair` is a registered one, of which `target` or `draft` replaces a side; both together are a pair of the user's own, and
+    `pair` is None then. `draft` may also be `self` (the target drafts for itself) or `ngram` (prompt lookup of `ngram` =
+    shortest, longest). `random_weights` builds the models from their configurations alone: memory and step times mean something
+    then, text and acceptance nothing. `temperature`, `top_k`, `top_p` left at None take the target's generation_config, as vLLM
+    does, and then 1, 0, 1.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -49,6 +50,12 @@ class RunConfig(BaseModel):
     calibrate_sha256: str | None = None
     device: Literal["cpu", "cuda", "auto"] = "cpu"
     seed: int = Field(0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_pair(cls, values: Any) -> Any:  # noqa: ANN401 - not checked yet
+        both = isinstance(values, Mapping) and values.get("target") and values.get("draft")
+        return {**values, "pair": None} if both else values
 
     @field_validator("dtypes")
     @classmethod

@@ -14,7 +14,7 @@ from specq.errors import SpecqError
 from specq.kv import KVFormat, get_format
 from specq.ngram import NgramLookup
 from specq.outliers import Outlier
-from specq.pairs import SELF
+from specq.pairs import drafts_for_itself
 from specq.rules import Transform
 from specq.shape import ModelShape
 from specq.tune import (
@@ -62,28 +62,33 @@ class StudyFacts:
     outliers: list[Outlier] = field(default_factory=list)
     lookup: NgramLookup | None = None
 
+    @property
+    def self_draft(self) -> bool:
+        """Whether the target drafts for itself, with one copy of its weights."""
+        return drafts_for_itself(self.config.pair, self.config.draft)
+
 
 @dataclass
 class BreakEven:
     """One format against BF16 at the same K: what acceptance does to speed, what time does, and both together.
 
-    The format pays where emitted_ratio > cycle_ratio; speed is their quotient.
+    The format pays where emitted_ratio > cycle_time_ratio; speed_ratio is their quotient. Names are recommendation.json's.
     """
 
     k: int
     emitted_ratio: float
-    emitted_ci95: list[float]
-    cycle_ratio: float
-    speed: float
-    speed_ci95: list[float]
+    emitted_ratio_ci95: list[float]
+    cycle_time_ratio: float
+    speed_ratio: float
+    speed_ratio_ci95: list[float]
 
 
 @dataclass
 class Capacity:
     """How many sequences fit, and what the larger batch and the other cycle give together.
 
-    `batch` and `bf16_batch` are what fits, at most the scheduler's limit; `ratio` is tokens per second of the format at
-    its batch and best K over BF16's at its own, None where one of them cannot be given.
+    `batch` and `bf16_batch` are what fits, at most the scheduler's limit; tokens per second are the format's at its batch
+    and best K over BF16's at its own, None where one of them cannot be given. Names are recommendation.json's.
     """
 
     server: str
@@ -92,8 +97,8 @@ class Capacity:
     bf16_sequences: int
     batch: int
     bf16_batch: int
-    ratio: float | None = None
-    ratio_ci95: list[float] | None = None
+    tokens_per_second_over_bf16: float | None = None
+    ci95: list[float | None] = field(default_factory=lambda: [None, None])
 
     @property
     def limits(self) -> bool:
@@ -218,10 +223,10 @@ def decide(facts: StudyFacts, analysis: Analysis, fmt: KVFormat, cost: CostModel
         sentence="",
         capacity=_capacity(facts, speeds, fits),
     )
-    timing_only = _timing_half_width(speeds, made)
+    timing_only, documents = _timing_half_width(speeds, made), analysis.resampler.documents
     if action == "measure_more":
-        made.more_prompts = more_prompts(analysis.documents.count, pay, interval, timing_only)
-    made.sentence = sentence(facts, made, cost.source, kv_share(facts.target_shape, fmt), timing_only)
+        made.more_prompts = more_prompts(documents, pay, interval, timing_only)
+    made.sentence = sentence(facts, made, documents, cost.source, kv_share(facts.target_shape, fmt), timing_only)
     return withheld(made, config) if config.random_weights else made
 
 
@@ -229,7 +234,7 @@ def _fits(facts: StudyFacts, fmt: KVFormat) -> tuple[int, int] | None:
     """(sequences of the first context that fit in the format, in BF16); None without a server."""
     if facts.server is None:
         return None
-    load = Load(facts.target_shape, facts.draft_shape, shared=facts.config.draft == SELF)
+    load = Load(facts.target_shape, facts.draft_shape, shared=facts.self_draft)
     return tuple(load.sequences(f, facts.config.context[0], facts.server) for f in (fmt, get_format("bf16")))
 
 
@@ -277,8 +282,8 @@ def _capacity(facts: StudyFacts, speeds: Speeds, fits: tuple[int, int] | None) -
             mine, base = speeds.curve((batch, context)), speeds.curve((base_batch, context), baseline=True)
         except SpecqError:  # a table that ends before these batches
             return found
-        found.ratio, draws = tokens_ratio(mine, base, mine.best, base.best)
-        found.ratio_ci95 = quantile_interval(draws)
+        found.tokens_per_second_over_bf16, draws = tokens_ratio(mine, base, mine.best, base.best)
+        found.ci95 = quantile_interval(draws)
     return found
 
 

@@ -204,7 +204,7 @@ def position_rows(
         "context_len": np.concatenate(
             [len(t.prompt.tokens) + np.arange(1, n + 1) for t, n in zip(texts, lengths, strict=True)]
         ),
-        "token": np.concatenate([np.array(t.response[1:]) for t in texts]),
+        "token": np.concatenate([np.array(t.response[1:], dtype=np.int64) for t in texts]),
         **columns,
         "b": b,
     }

@@ -47,16 +47,21 @@ class Finished:
             draft=pair["draft"]["source"],
             target_shape=target,
             draft_shape=draft,
-            transform=Transform(**study["sampling"]),
+            transform=self.transform,
             target_vocab=pair["vocabulary"]["target_logits"],
             draft_vocab=pair["vocabulary"]["draft_logits"],
             scale_sources=study["scales"],
             warnings={None: list(study["warnings"])} | {n: list(w) for n, w in study["warnings_by_format"].items()},
-            native_fp8=spec.gpu.fp8 if spec.gpu else study["native_fp8"],
+            native_fp8=spec.native_fp8(study["native_fp8"]),
             server=spec.server,
             outliers=[Outlier(**o) for o in study["key_outliers"]],
             lookup=self.lookup,
         )
+
+    @property
+    def transform(self) -> Transform:
+        """The target's sampling."""
+        return Transform(**self.study["sampling"])
 
     @property
     def lookup(self) -> NgramLookup | None:
@@ -131,11 +136,9 @@ def _texts(table: Mapping[str, np.ndarray], kept: int) -> list[list[Text]]:
 
 
 def _analyse(texts: list[Text], columns: dict[str, Columns], config: StudyConfig) -> Analysis:
-    """As the study did: the first arm sampled the texts, and so did those with the same target format."""
-    base = next(iter(columns))
-    writers = tuple(a for a in columns if a == base or (a != NULL and a.split("+")[0] == base.split("+")[0]))
+    """As the study did: the first arm sampled the texts."""
     rule = Rule(config.draft_sampling, config.verify)
-    return analyse(texts, columns, base, rule, config.k_max, seed=config.seed, draws=DRAWS, sampled_own=writers)
+    return analyse(texts, columns, next(iter(columns)), rule, config.k_max, seed=config.seed, draws=DRAWS)
 
 
 def reconfigured(config: StudyConfig, changes: Mapping[str, Any]) -> StudyConfig:

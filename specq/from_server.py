@@ -13,14 +13,17 @@ from typing import Any
 
 from specq.config import StudyConfig, validated
 from specq.errors import SpecqError
+from specq.masking import awaits_secret, masked, masked_value
 from specq.report.schema import VllmBlock
 from specq.serve_command import (
     ATTENTION,
     BACKEND,
+    FLAG,
     KV,
     LIMITS,
     OVERRIDE,
     SAMPLED,
+    SEVERAL,
     SPEC_OPTIONS,
     SPECULATIVE,
     ServeCommand,
@@ -28,17 +31,9 @@ from specq.serve_command import (
     json_object,
     line_of,
     read,
-    shell,
 )
+from specq.shell_words import joined
 
-# NAME=value, also behind `--env=`, docker's -eNAME=value, and within a quoted script: what follows in that word goes with it
-SECRET = re.compile(r"(^-e|^|[=\s;&])(\w*(?:TOKEN|KEY|SECRET|PASSWORD)\w*)=(?!\$).+$", re.DOTALL)
-SECRET_OPTION = re.compile(
-    r"--(?:[\w-]+[-_])?(token|key|secret|password)", re.IGNORECASE
-)  # of other programs in the line
-BEARER = re.compile(r"(\bBearer\s+)(?!\$)[^\s\"']+", re.IGNORECASE)  # of a header
-PASSWORD_IN_URL = re.compile(r"(://[^\s/:@]*):(?!\$)[^\s/@]+@")
-SECRETS = {"--api-key": "$VLLM_API_KEY", "--hf-token": "$HF_TOKEN"}
 LONGEST_FILE = 1 << 20
 # What a server's command calls the study options whose values it may give.
 WRITTEN = {"k_max": "num_speculative_tokens", "current_k": "num_speculative_tokens"}
@@ -52,6 +47,8 @@ def text_of(given: str) -> str:
     """The command itself, or what the file of that name holds. Raises SpecqError for a file that cannot be read."""
     try:
         if not given.strip() or "\n" in given or not Path(given).is_file():
+            if len(given.split()) == 1 and ("/" in given or Path(given).suffix):  # no command is one word
+                raise fail(f"no such file: {given}")
             return given
         if Path(given).stat().st_size > LONGEST_FILE:
             raise fail(f"{given} is too large for a command line")
@@ -82,7 +79,7 @@ def study_options(text: str, options: Mapping[str, Any], dtypes: list[str]) -> t
     cost = given.get("cost", "roofline:h100")
     if ranks > 1 and re.match(r"roofline:(?!\d+x)", cost):
         given["cost"] = cost.replace("roofline:", f"roofline:{ranks}x", 1)
-    merged = {**dict.fromkeys(options), **taken, **given, "vllm_command": shell(without_secrets(command))}
+    merged = {**dict.fromkeys(options), **taken, **given, "vllm_command": joined(without_secrets(command))}
     if merged.get("k_max") is None and merged["current_k"] > 16:
         merged["k_max"] = merged["current_k"]
     _check(merged, given)
@@ -127,26 +124,20 @@ def notes(config: StudyConfig) -> list[str]:
 
 def without_secrets(command: ServeCommand) -> list[str]:
     """The words with keys and tokens replaced by variables: the command is kept in files that are passed on."""
-    words: list[str | None] = [_masked(word) for word in command.words]
-    for option in command.options:
-        if (instead := SECRETS.get(option.name)) and option.value:
-            words[option.start : option.end] = [f"{option.name}={instead}", *[None] * (option.end - option.start - 1)]
-    launcher = command.first - 1 - (command.words[command.first - 1] == "serve")
-    beside = {i for i in range(len(words)) if not launcher <= i < command.last}
-    for i in beside:  # `hf auth login --token ... && vllm serve ...`
-        name, equals, value = command.words[i].partition("=")
-        if not (found := SECRET_OPTION.fullmatch(name)):
+    words, made, i = command.words, [], 0
+    while i < len(words):
+        word, start = words[i], i
+        made.append(masked(word))
+        i += 1
+        if FLAG.fullmatch(word) or not awaits_secret(word, words[start - 1] if start else ""):
             continue
-        if equals and value:
-            words[i] = f"{name}=${found[1].upper()}"
-        elif not equals and i + 1 in beside and not re.match(r"[-&|;<>]", command.words[i + 1]):
-            words[i + 1] = f"${found[1].upper()}"
-    return [word for word in words if word is not None]
-
-
-def _masked(word: str) -> str:
-    word = PASSWORD_IN_URL.sub(r"\1:$PASSWORD@", BEARER.sub(r"\1$TOKEN", word))
-    return SECRET.sub(r"\1\2=$\2", word)
+        several = word.replace("_", "-") in SEVERAL and command.first <= start < command.last
+        while i < len(words) and not words[i].operator and not words[i].startswith("-"):
+            made.append(masked_value(word, words[i]))
+            i += 1
+            if not several:
+                break
+    return made
 
 
 def words_without_secrets(words: Sequence[str]) -> list[str]:
@@ -165,7 +156,7 @@ def words_without_secrets(words: Sequence[str]) -> list[str]:
 
 def _kept(given: str) -> str:
     try:
-        return given if text_of(given) != given else shell(without_secrets(read(given)))
+        return given if text_of(given) != given else joined(without_secrets(read(given)))
     except SpecqError:  # no command, such as a file that is gone by now, or one that a later --vllm-command overrides
         return "..."
 
@@ -196,8 +187,8 @@ def changed(text: str, block: VllmBlock) -> tuple[str, str]:
             kept = {k: v for k, v in json_object(ATTENTION, option.value).items() if k != "backend"}
             if not kept:
                 dropped |= set(range(option.start, option.end))
-            joined = option.end - option.start == 1
-            words[option.end - 1] = f"{ATTENTION}={json.dumps(kept)}" if joined else json.dumps(kept)
+            one_word = option.end - option.start == 1
+            words[option.end - 1] = f"{ATTENTION}={json.dumps(kept)}" if one_word else json.dumps(kept)
     middle = [words[i] for i in range(command.first, command.last) if i not in dropped]
     after = [*words[: command.first], *middle, *fresh, *words[command.last :]]
-    return shell(command.words), shell(after)
+    return joined(command.words), joined(after)

@@ -4,13 +4,13 @@ Tokens of a mixture that spends the share s_g of its tokens in group g take cycl
 no pooled alpha^k has that value. A mixture is an Analysis like any other, whose texts count with weights.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from specq import chain, stats
-from specq.analysis import BASE, Analysis, ArmResult
+from specq.analysis import BASE, Analysis, ArmResult, resampler_of
 from specq.config import DRAWS
 from specq.cost import CostModel
 from specq.decision import Decision, StudyFacts
@@ -41,30 +41,40 @@ def group_names(analysis: Analysis) -> list[str]:
     return sorted({t.prompt.group for t in analysis.texts if t.prompt.group})
 
 
+def _has_positions(analysis: Analysis, name: str) -> bool:
+    """Whether every arm has a position in the texts of a group."""
+    mine = np.array([t.prompt.group == name for t in analysis.texts])
+    return all(r.lengths[mine].any() for r in analysis.arms.values())
+
+
 def of_group(analysis: Analysis, name: str, seed: int) -> Analysis:
     """The analysis of one group's texts alone, with bootstrap draws over its documents."""
     mine = np.array([t.prompt.group == name for t in analysis.texts])
-    texts = [t for t, m in zip(analysis.texts, mine, strict=True) if m]
-    documents = stats.Documents.of([t.prompt.document for t in texts])
-    rows = np.repeat(mine, analysis.lengths)
-
-    def cut(r: ArmResult) -> ArmResult:
-        part = chain.ChainResult(*(getattr(r.result, f)[mine] for f in ("tokens", "ends", "accepted", "last_end")))
-        return ArmResult(r.name, part, _sums(part, documents), r.a[rows], r.b[rows])
-
-    return replace(
-        analysis,
-        texts=texts,
-        lengths=analysis.lengths[mine],
-        tokens=analysis.tokens[rows],
-        documents=documents,
-        resampler=stats.Resampler(documents.count, DRAWS, seed),
-        arms={n: cut(r) for n, r in analysis.arms.items()},
-    )
+    documents = stats.Documents.of([t.prompt.document for t in analysis.texts if t.prompt.group == name])
+    return _part(analysis, mine, documents, seed, lambda r: np.ones(len(r.lengths)))
 
 
-def _sums(result: chain.ChainResult, documents: stats.Documents) -> stats.Sums:
-    return stats.Sums(documents.sum(result.tokens), documents.sum(result.ends))
+def _part(
+    analysis: Analysis,
+    kept: np.ndarray,
+    documents: stats.Documents,
+    seed: int,
+    weigh: Callable[[ArmResult], np.ndarray],
+    strata: np.ndarray | None = None,
+) -> Analysis:
+    """The `kept` [N] texts of an analysis, where those of an arm count with its weights [N]: arms differ in their lengths."""
+
+    def part(r: ArmResult) -> ArmResult:
+        weight, rows = weigh(r)[kept], np.repeat(kept, r.lengths)
+        sums = (getattr(r.result, f.name)[kept] for f in fields(chain.ChainResult))
+        result = chain.ChainResult(*(x * weight.reshape(-1, *[1] * (x.ndim - 1)) for x in sums))
+        per_document = stats.Sums(documents.sum(result.tokens), documents.sum(result.ends))
+        return ArmResult(r.name, r.lengths[kept], result, per_document, r.a[rows], r.b[rows])
+
+    texts = [t for t, keep in zip(analysis.texts, kept, strict=True) if keep]
+    arms = {n: part(r) for n, r in analysis.arms.items()}
+    draws = resampler_of(arms, documents, DRAWS, seed, strata)
+    return replace(analysis, texts=texts, documents=documents, resampler=draws, arms=arms)
 
 
 def mixture(analysis: Analysis, shares: Mapping[str, float], seed: int) -> Analysis:
@@ -80,47 +90,40 @@ def mixture(analysis: Analysis, shares: Mapping[str, float], seed: int) -> Analy
     total = sum(shares.values())
     if min(shares.values()) < 0 or not np.isfinite(total) or total <= 0:
         raise SpecqError("the shares of a mixture must be positive numbers")
+    groups = np.array([t.prompt.group or "" for t in analysis.texts])
     kept = {n: s / total for n, s in shares.items() if s > 0}
-    texts = [t for t in analysis.texts if t.prompt.group in kept]
-    counted = np.array([t.prompt.group in kept for t in analysis.texts])
-    groups = np.array([t.prompt.group for t in texts])
-    lengths = analysis.lengths[counted]
-    weight = np.ones(len(texts))
-    for name, share in kept.items():
-        weight[groups == name] = share * lengths.sum() / lengths[groups == name].sum()
+    if empty := [n for n in kept if not _has_positions(analysis, n)]:
+        raise SpecqError(f"the texts of group {empty[0]!r} end at their first token: its acceptance is not known")
+    counted = np.isin(groups, list(kept))
+    texts = [t for t, keep in zip(analysis.texts, counted, strict=True) if keep]
     documents = stats.Documents.of([f"{t.prompt.group}\n{t.prompt.document}" for t in texts])
     strata = np.zeros(documents.count, dtype=int)
-    strata[documents.index] = np.unique(groups, return_inverse=True)[1]
-    rows = np.repeat(counted, analysis.lengths)
+    strata[documents.index] = np.unique(groups[counted], return_inverse=True)[1]
 
-    def weigh(r: ArmResult) -> ArmResult:
-        parts = [getattr(r.result, f)[counted] for f in ("tokens", "ends", "accepted")]
-        scaled = (p * weight.reshape(-1, *[1] * (p.ndim - 1)) for p in parts)
-        part = chain.ChainResult(*scaled, r.result.last_end[counted])
-        return ArmResult(r.name, part, _sums(part, documents), r.a[rows], r.b[rows])
+    def weigh(r: ArmResult) -> np.ndarray:
+        weight = np.zeros(len(groups))
+        for name, share in kept.items():
+            weight[groups == name] = share * r.lengths[counted].sum() / r.lengths[groups == name].sum()
+        return weight
 
-    return replace(
-        analysis,
-        texts=texts,
-        lengths=lengths,
-        tokens=analysis.tokens[rows],
-        documents=documents,
-        resampler=stats.Resampler(documents.count, DRAWS, seed, strata),
-        arms={n: weigh(r) for n, r in analysis.arms.items()},
-    )
+    return _part(analysis, counted, documents, seed, weigh, strata)
 
 
 def lonely_groups(analysis: Analysis, shares: Mapping[str, float]) -> list[str]:
-    """Groups of a mixture with one document only, whose spread nobody knows."""
-    found = {n: {t.prompt.document for t in analysis.texts if t.prompt.group == n} for n, s in shares.items() if s > 0}
+    """Groups of a mixture with one document only that has positions, whose spread nobody knows."""
+    texts = [t for t in analysis.texts if t.positions]
+    found = {n: {t.prompt.document for t in texts if t.prompt.group == n} for n, s in shares.items() if s > 0}
     return sorted(n for n, documents in found.items() if len(documents) < 2)
 
 
 def group_choices(facts: StudyFacts, analysis: Analysis, cost: CostModel, made: Decision) -> list[GroupChoice]:
-    """Every group's own best K and what the common one costs it, at the operating point decided for."""
+    """Every group's own best K and what the common one costs it, at the operating point decided for.
+
+    Groups whose texts all end at their first token are left out.
+    """
     arm = f"{made.format.name}+bf16"
     out = []
-    for name in group_names(analysis):
+    for name in filter(lambda n: _has_positions(analysis, n), group_names(analysis)):
         part = of_group(analysis, name, facts.config.seed)
         mine = _curve(part, arm, cost, made.curve)
         best, common, k = mine.best, made.recommended, made.reference_k
@@ -128,7 +131,7 @@ def group_choices(facts: StudyFacts, analysis: Analysis, cost: CostModel, made: 
         out.append(
             GroupChoice(
                 name,
-                part.documents.count,
+                part.resampler.documents,
                 k,
                 part.arms[BASE].emitted(k) - 1,
                 part.arms[arm].emitted(k) - 1,

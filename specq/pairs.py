@@ -6,7 +6,7 @@ hub id that was asked for. A pair that cannot be had is refused with what it wou
 
 import importlib
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +122,13 @@ def find(name: str | None, target: str | None, draft: str | None) -> Pair:
             " hub ids"
         )
     pair = known[name]
-    if target or draft:
-        sides = (_free(target) if target else pair.target, _free(draft) if draft else pair.draft)
-        shapes = (pair.target.shape, pair.draft.shape)
-        sides = tuple(Side(s.source, s.local, s.shape or shape) for s, shape in zip(sides, shapes, strict=True))
-        return Pair(pair.name, pair.summary, *sides, pair.defaults)
-    return pair
+    return replace(pair, target=_free(target) if target else pair.target, draft=_free(draft) if draft else pair.draft)
+
+
+def drafts_for_itself(name: str | None, draft: str | None) -> bool:
+    """Whether the target is its own draft: as `draft` says, or else the registered pair `name`. Looks for no model."""
+    known = registry()
+    return draft == SELF if draft or name not in known else known[name].draft.source == SELF
 
 
 def _free(source: str) -> Side:
@@ -197,22 +198,23 @@ def _from_hub(repo: str) -> str:
 def needs(pair: Pair) -> str:
     """What a registered pair takes: hub ids, disk, GPU memory, and the ways to provide it."""
     lines = [f"the weights of pair {pair.name!r} are not on this machine"]
-    total = 0
+    sizes: list[int | None] = []
     for role, side in (("target", pair.target), ("draft", pair.draft)):
         if not side.is_model:
             continue
         if side.shape is None:
             lines.append(f"  {role}: {side.source}")
+            sizes.append(None)
             continue
         size = 2 * side.shape.parameters
-        total += size
+        sizes.append(size)
         lines.append(
             f"  {role}: {side.source}: {side.shape.parameters / 1e9:.2f} B parameters, {size / 1e9:.1f} GB on disk and in"
             f" GPU memory (BF16), plus {side.shape.kv_bytes(32768) / 1e9:.2f} GB of BF16 KV cache per"
             " 32,768-token sequence"
         )
-    if total:
-        lines.append(f"  together {total / 1e9:.1f} GB of disk, and GPU memory for that and the KV caches")
+    if None not in sizes:
+        lines.append(f"  together {sum(sizes) / 1e9:.1f} GB of disk, and GPU memory for that and the KV caches")
     lines.append(
         "have them locally? --target DIR --draft DIR (make study PAIR=... ARGS='--target DIR --draft DIR'); to download:"
         " accept the licence on the model's page, then `hf auth login` (or set HF_TOKEN) and run again with network access"

@@ -1,13 +1,15 @@
 """recommendation.json and speculation_profile.json for one KV format, from an analysis and a decision."""
 
+from dataclasses import asdict
+
 import numpy as np
 
 from specq import chain, stats
-from specq import decision as decisions
 from specq.analysis import BASE, NULL, Analysis
 from specq.cost import CostModel
 from specq.decision import Decision, StudyFacts
-from specq.from_server import changed
+from specq.files import finite
+from specq.from_server import changed, notes
 from specq.kv import KVFormat, get_format
 from specq.report.schema import (
     BreakEven,
@@ -25,6 +27,7 @@ from specq.verdicts import find_verdicts
 from specq.vllm_options import (
     DRAFT_KV_CACHE_DTYPE_SINCE,
     LATEST_LOOKED_UP_BY_V2,
+    NO_SELF_SPECULATION,
     OLDEST,
     parse_version,
     vllm_block,
@@ -70,6 +73,9 @@ def _vllm(
         return None
     if reason := why_not_started(fmt, config.vllm_version):
         warnings.append(f"nothing is written for vLLM: {reason}")
+        return None
+    if facts.self_draft:
+        warnings.append(f"nothing is written for vLLM: {NO_SELF_SPECULATION}")
         return None
     if facts.target_vocab != facts.draft_vocab:
         warnings.append(
@@ -123,8 +129,9 @@ def recommend(
     mine, base = decision.curve, decision.base_curves[decision.at]
     k = decision.reference_k
     shift = shift_block(analysis, arm, k, text, NULL)
-    warnings = [*facts.warnings[None], *facts.warnings.get(fmt.name, [])]
-    if analysis.documents.count < 2:
+    warnings = [*facts.warnings[None], *facts.warnings.get(fmt.name, []), *notes(config)]
+    warnings += _cut_warnings(analysis, arm, k)
+    if analysis.resampler.documents < 2:
         warnings.append("one document only: no spread between documents, so intervals and standard errors are null")
     longest = max(len(t.prompt.tokens) + t.positions for t in analysis.texts)
     if max(config.context) > EXTRAPOLATION * longest:
@@ -183,8 +190,8 @@ def recommend(
             ci95=_bounds(decision.gain.ci95),
             kept_bf16_k=KeptK(k=decision.kept.k, loss=decision.kept.value, ci95=_bounds(decision.kept.ci95)),
         ),
-        break_even=_break_even(decision.break_even[decision.at]),
-        capacity=_capacity(decision.capacity),
+        break_even=BreakEven(**finite(asdict(decision.break_even[decision.at]))),
+        capacity=Capacity(**finite(asdict(decision.capacity))) if decision.capacity else None,
         cost=Cost(source=cost.source, details=details),
         action=decision.action,
         more_prompts=decision.more_prompts,
@@ -199,30 +206,25 @@ def _bounds(interval: list[float]) -> tuple[float | None, float | None]:
     return _finite(interval[0]), _finite(interval[1])
 
 
-def _break_even(found: decisions.BreakEven) -> BreakEven:
-    return BreakEven(
-        k=found.k,
-        emitted_ratio=found.emitted_ratio,
-        emitted_ratio_ci95=_bounds(found.emitted_ci95),
-        cycle_time_ratio=found.cycle_ratio,
-        speed_ratio=found.speed,
-        speed_ratio_ci95=_bounds(found.speed_ci95),
-    )
-
-
-def _capacity(found: decisions.Capacity | None) -> Capacity | None:
-    if found is None:
-        return None
-    return Capacity(
-        server=found.server,
-        context=found.context,
-        sequences=found.sequences,
-        bf16_sequences=found.bf16_sequences,
-        batch=found.batch,
-        bf16_batch=found.bf16_batch,
-        tokens_per_second_over_bf16=found.ratio,
-        ci95=_bounds(found.ratio_ci95) if found.ratio_ci95 else (None, None),
-    )
+def _cut_warnings(analysis: Analysis, arm: str, k: int) -> list[str]:
+    """What the last cycles, which the texts' ends cut, do to mu and its shift at K = k."""
+    positions, base = float(analysis.lengths.mean()), analysis.whole(BASE, k)
+    steady, whole = analysis.arms[BASE].emitted(k), float(base.tokens.sum() / base.ends.sum())
+    said = []
+    if steady / whole - 1 > chain.CUT_WARNING:
+        said.append(
+            f"texts of {positions:.0f} positions on average are short for K = {k}: the cut last cycle lifts BF16's mu from"
+            f" {whole - 1:.3f} to {steady - 1:.3f}"
+        )
+    if arm != BASE:
+        shift, of_whole = analysis.shift(arm, k), analysis.shift_of_whole_cycles(arm, k)
+        if abs(of_whole.value - shift.value) > max(chain.CUT_SHIFT * shift.se, chain.CUT_LEAST):
+            said.append(
+                f"where in a cycle the texts end matters here: the shift of mu at K = {k} is {shift.value:+.4f} as tokens over"
+                f" cycles ended, and {of_whole.value:+.4f} [{of_whole.lo:+.4f}, {of_whole.hi:+.4f}] with cut cycles counted"
+                " whole; trust the second, or take longer texts"
+            )
+    return said
 
 
 def _memory_warnings(decision: Decision) -> list[str]:

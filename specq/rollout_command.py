@@ -47,8 +47,6 @@ def rollout_command(
     defaults = {k: v for k, v in pair.defaults.items() if k in RolloutConfig.model_fields}
     given = defaults | given | {"dtypes": tuple(names), "pair": pair.name}
     given |= fingerprints(pair, bool(options.get("random_weights")))
-    if options["target"] and options["draft"]:
-        given["pair"] = None
     config = make_config(RolloutConfig, **given)
     out = Path(os.path.normpath(out or Path("runs") / _folder(pair, config, names)))
     if not out.name:
@@ -162,18 +160,22 @@ def run_rollouts(
 
 
 def _short_texts(rollouts: Sequence[Any]) -> list[str]:
-    """A warning where the last cycle, which the end of a text cuts, weighs on the steady mu of an arm."""
-    from specq.chain import EDGE_WARNING, edge_bias
+    """A warning where the last cycle, which the end of a text cuts, weighs on the steady mu of an arm.
+
+    The renewal function, N(T) = T / M - (M^2 - s^2) / 2 M^2 for cycles of mean M and variance s^2 (Feller 1971, XI.3), makes
+    the lift about M / 2T.
+    """
+    from specq.chain import CUT_WARNING
 
     lengths = [t.positions for r in rollouts for t in r.texts]
     emitted = max((sum(t.positions for t in r.texts) / max(1, r.ends.sum()) for r in rollouts), default=0.0)
     mean = sum(lengths) / len(lengths)
-    lift = edge_bias(min(emitted, rollouts[0].k + 1), mean) if mean else 0.0
-    if lift <= EDGE_WARNING:
+    lift = min(emitted, rollouts[0].k + 1) / (2 * mean) if mean else 0.0
+    if lift <= CUT_WARNING:
         return []
     return [
         f"texts of {mean:.0f} positions on average are short for K = {rollouts[0].k}: the cut last cycle lifts the steady mu"
-        f" and S_k by up to about {100 * lift:.0f} %, even beyond K; what a server counts does not feel it"
+        f" and S_k by about {100 * lift:.0f} %, even beyond K; a server counts whole cycles"
     ]
 
 

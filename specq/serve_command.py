@@ -8,29 +8,30 @@ Nothing of it is executed, and no variable is expanded.
 
 import json
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from specq.errors import SpecqError, first_line, printable
 from specq.kv import FORMATS
+from specq.shell_words import Word, split
 from specq.vllm_options import OLDEST
 
 SPECULATIVE, KV, BACKEND, ATTENTION = (
     "--speculative-config", "--kv-cache-dtype", "--attention-backend", "--attention-config",
 )  # fmt: skip
-SHORT = {"-sc": SPECULATIVE, "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-ac": ATTENTION,
+RANKS = "--tensor-parallel-size"
+SHORT = {"-sc": SPECULATIVE, "-tp": RANKS, "-pp": "--pipeline-parallel-size", "-ac": ATTENTION,
          "-dp": "--data-parallel-size", "-q": "--quantization", "-cc": "--compilation-config"}  # fmt: skip
+REMOVED = ("--speculative-model", "--num-speculative-tokens")  # the spelling before --speculative-config
 SPEC_OPTIONS = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
 OVERRIDE, GENERATION = "--override-generation-config", "--generation-config"
 SAMPLED = {"temperature": (1.0, float), "top_p": (1.0, float), "top_k": (0, int)}  # vLLM's neutral values
 # Options without a value; for others that are not known here, a word after them that is no option is their value.
 FLAG = re.compile(r"--(enable|disable|no|trust|use|allow|return|skip|enforce|async|calculate|headless)\b[\w-]*")
-OPERATORS = {"&&", "||", "|", ";", "&", "|&"}
-REDIRECTED = re.compile(r"(\d|&)?>>?(&?\d|\S*)|<+\S*")
 LAUNCHER = re.compile(r"vllm(?:(?:@|==)(?P<version>[\w.+-]+))?")
 IMAGE = re.compile(r"(?P<name>\S*vllm[\w./-]*)(?::(?P<tag>[\w.+-]+))?(?:@sha256:[0-9a-f]+)?")
+OWN_IMAGE = "vllm-openai"  # vLLM's images begin with it, on whatever registry
 CONTAINER_FLAG = re.compile(r"--?(rm|it|ti|d|i|t|init|privileged|detach|interactive|tty)")
 OTHER_DRAFTS = re.compile(r"eagle|medusa|dflash|dspark|speculator", re.IGNORECASE)
 SEVERAL = {"--api-key", "--served-model-name", "--lora-modules", "--middleware"}  # these take several words
@@ -50,7 +51,7 @@ READ = {
     GENERATION,
     OVERRIDE,
     SPECULATIVE,
-    "--tensor-parallel-size",
+    RANKS,
     BACKEND,
     *SPEC_OPTIONS,
     *LIMITS.values(),
@@ -77,7 +78,7 @@ class ServeCommand:
     it says so; `notes` say what was not taken over.
     """
 
-    words: list[str]
+    words: list[Word]
     first: int
     last: int
     options: list[Option]
@@ -102,8 +103,8 @@ def line_of(text: str) -> str:
 def read(text: str) -> ServeCommand:
     """Read a command line. Raises SpecqError where it is none, or runs a draft that specq does not model."""
     words = _split(text)
-    first, version = _start(words)
-    last = next((i for i in range(first, len(words)) if _ends(words[i])), len(words))
+    first, version, image = _start(words)
+    last = next((i for i in range(first, len(words)) if words[i].operator), len(words))
     options, loose = _parse(words, first, last)
     for option in options:
         name = option.name.split(".")[0]
@@ -117,54 +118,38 @@ def read(text: str) -> ServeCommand:
     made = ServeCommand(words, first, last, options, model, _speculative(options))
     made.taken["target"] = model
     _take_draft(made)
-    _take_rest(made, by_name, version)
+    _take_rest(made, by_name)
+    _take_version(made, version, image)
     if beside := loose[0 if by_name.get("--model") else 1 :]:
         made.notes.append(f"not understood: {' '.join(beside)}")
     made.notes[:] = map(line_of, made.notes)
     return made
 
 
-def _split(text: str) -> list[str]:
-    lines = [line for line in text.replace("\r\n", "\n").split("\n") if not line.lstrip().startswith("#")]
-    joined = re.sub(r"\\[ \t]*\n", " ", "\n".join(lines))
-    words: list[str] = []
-    pending, wrong = "", None
-    for line in joined.split("\n"):
-        try:  # a line that ends within quotes goes on in the next one
-            found = shlex.split(pending := pending + line)
-        except ValueError as error:
-            pending, wrong = pending + "\n", error
-            continue
-        if words and found and not found[0].startswith("-") and not _ends(words[-1]) and not _ends(found[0]):
-            words.append(";")  # another command; a line of options belongs to the one before, backslash or not
-        words += [part for word in found for part in ((word[:-1], ";") if re.search(r"[^;];$", word) else (word,))]
-        pending = ""
-    if pending:
-        raise fail(f"cannot be split into words: {first_line(wrong)}; JSON needs '...' around it")
-    return words
+def _split(text: str) -> list[Word]:
+    try:
+        return split(text)
+    except ValueError as error:
+        raise fail(f"cannot be split into words: {error}; JSON needs '...' around it") from None
 
 
-def _ends(word: str) -> bool:
-    return word in OPERATORS or bool(REDIRECTED.fullmatch(word))
-
-
-def _start(words: list[str]) -> tuple[int, str | None]:
-    """Index of vLLM's first argument, and the version that its launcher or image names."""
+def _start(words: list[Word]) -> tuple[int, str | None, str | None]:
+    """Index of vLLM's first argument, the version that its launcher or image names, and the image where there is one."""
     stated = next((m[1] for w in words if (m := re.fullmatch(r"vllm(?:\[[\w,]*\])?==([\w.+-]+)", w))), None)
     for i, word in enumerate(words[:-1]):
         found = LAUNCHER.fullmatch(word.rsplit("/", 1)[-1])
         if found and words[i + 1] == "serve":
-            return i + 2, found["version"] or stated
+            return i + 2, found["version"] or stated, None
         if word == "-m" and words[i + 1].startswith("vllm.entrypoints."):
             after = i + 2
-            return after + (words[after : after + 1] == ["serve"]), stated
+            return after + (words[after : after + 1] == ["serve"]), stated, None
     if any(w.rsplit("/", 1)[-1] in ("docker", "podman", "nerdctl") for w in words):
         for i, word in enumerate(words):
             found = IMAGE.fullmatch(word)
             before = words[i - 1] if i else ""
             valued = before.startswith("-") and "=" not in before and not CONTAINER_FLAG.fullmatch(before)
             if found and i and not valued and not word.startswith("-") and "=" not in word:
-                return i + 1 + (words[i + 1 : i + 2] == ["serve"]), found["tag"]
+                return i + 1 + (words[i + 1 : i + 2] == ["serve"]), found["tag"], found["name"]
     raise fail("no `vllm serve MODEL ...` in it, nor a container or module of vLLM's server")
 
 
@@ -175,12 +160,12 @@ def _name(word: str) -> str:
     return head + dot + tail
 
 
-def _parse(words: list[str], first: int, last: int) -> tuple[list[Option], list[str]]:
+def _parse(words: list[Word], first: int, last: int) -> tuple[list[Option], list[str]]:
     options, loose, i = [], [], first
     while i < last:
         word = words[i]
         if not word.startswith("-") or word in ("-", "--"):
-            loose.append(word)
+            loose.append(str(word))
             i += 1
             continue
         head, equals, value = word.partition("=")
@@ -189,7 +174,7 @@ def _parse(words: list[str], first: int, last: int) -> tuple[list[Option], list[
         if equals:
             options.append(Option(name, value, i, end))
         elif valued and not FLAG.fullmatch(name):
-            value, end = words[end], end + 1
+            value, end = str(words[end]), end + 1
             while name in SEVERAL and end < last and not words[end].startswith("-"):
                 end += 1
             options.append(Option(name, value, i, end))
@@ -237,6 +222,11 @@ def _json_option(options: list[Option], name: str) -> dict[str, Any]:
 def _speculative(options: list[Option]) -> dict[str, Any]:
     config = {k.replace("-", "_"): v for k, v in _json_option(options, SPECULATIVE).items()}
     for option in options:
+        if option.name in REMOVED:
+            raise fail(
+                f"{option.name} is a spelling of old versions, which vLLM {OLDEST[0]}.{OLDEST[1]} and later refuse; what is"
+                f' read is {SPECULATIVE} \'{{"model": ..., "num_speculative_tokens": ...}}\''
+            )
         key = SPEC_OPTIONS.get(option.name)
         if key and key in config:
             raise fail(f"{option.name} and {SPECULATIVE} both give {key}, which vLLM refuses")
@@ -298,8 +288,8 @@ def _take_draft(made: ServeCommand) -> None:
         made.notes.append(f"of speculative_config not taken over: {', '.join(config)}")
 
 
-def _take_rest(made: ServeCommand, by_name: Mapping[str, str | None], version: str | None) -> None:
-    """KV format, sampling, tensor parallelism, version; and what is left."""
+def _take_rest(made: ServeCommand, by_name: Mapping[str, str | None]) -> None:
+    """KV format, sampling, tensor parallelism; and what is left."""
     taken, notes = made.taken, made.notes
     dtype = (by_name.get(KV) or "auto").lower()
     if dtype == "auto":
@@ -327,19 +317,27 @@ def _take_rest(made: ServeCommand, by_name: Mapping[str, str | None], version: s
         taken[name] = 0 if name == "top_k" and value == -1 else value
     if override:
         notes.append(f"of {OVERRIDE} not taken over: {', '.join(override)}")
-    if "--tensor-parallel-size" in by_name:
-        taken["tensor_parallel"] = _whole(by_name["--tensor-parallel-size"], "--tensor-parallel-size", 1)
+    if "$" in (ranks := by_name.get(RANKS) or ""):
+        notes.append(
+            f"variables are not expanded: {RANKS} {ranks} counts as 1, which --cost roofline:4xh100 can change"
+        )
+    elif ranks:
+        taken["tensor_parallel"] = _whole(ranks, RANKS, 1)
     for name, option in LIMITS.items():
         if (limit := _limit(option, by_name.get(option), notes)) is not None:
             made.limits[name] = limit
-    _take_version(made, version)
     if by_name.get(GENERATION) not in (None, "auto", "vllm"):
         notes.append(f"{GENERATION} {by_name[GENERATION]} is not read: sampling is the target's own, or give it here")
     rest = [o for o in dict.fromkeys(o.name for o in made.options) if o.split(".")[0] not in READ]
     if "--config" in rest:
         notes.append("what --config FILE holds is not read")
         rest.remove("--config")
-    if left := [o for o in rest if o not in UNRELATED]:
+    keys = {key for o in made.options if o.name == ATTENTION for key in json_object(ATTENTION, o.value)}
+    backends = {
+        f"{ATTENTION}.backend",
+        *([ATTENTION] if keys <= {"backend"} else []),
+    }  # replaced by one that a format needs
+    if left := [o for o in rest if o not in UNRELATED | backends]:
         notes.append(f"not taken over, and kept in the changed command: {' '.join(left)}")
 
 
@@ -357,24 +355,13 @@ def _limit(option: str, text: str | None, notes: list[str]) -> int | None:
     return value
 
 
-def _take_version(made: ServeCommand, stated: str | None) -> None:
+def _take_version(made: ServeCommand, stated: str | None, image: str | None) -> None:
+    if stated and image and not image.rsplit("/", 1)[-1].startswith(OWN_IMAGE) and not re.match(r"v?0\.", stated):
+        made.notes.append(f"{stated} is not taken for vLLM's version: {image} is not its own image, {OWN_IMAGE}")
+        return
     found = re.match(r"v?(\d{1,3})\.(\d{1,4})", stated or "")
     if found and (int(found[1]), int(found[2])) >= OLDEST:
         made.taken["vllm_version"] = f"{int(found[1])}.{int(found[2])}"
     elif found:
         oldest = ".".join(map(str, OLDEST))
         made.notes.append(f"vLLM {found[0]} is older than {oldest}, the oldest one specq writes for")
-
-
-def shell(words: list[str]) -> str:
-    """Words as one shell line; operators stay operators, and words with variables stay expandable."""
-    return " ".join(w if _ends(w) else _quoted(w) for w in words)
-
-
-def _quoted(word: str) -> str:
-    if re.fullmatch(r"~/[\w@%+=:,./-]*", word):
-        return word
-    if re.search(r"\$[\w{]", word) and not re.search(r"[`(]|{\s*\"", word):
-        return '"' + re.sub(r'(["\\])', r"\\\1", word) + '"' if re.search(r"[^\w$@%+=:,./{}-]", word) else word
-    assigned = re.fullmatch(r"([A-Za-z_]\w*=)(.*)", word, re.DOTALL)
-    return assigned[1] + shlex.quote(assigned[2]) if assigned and assigned[2] else shlex.quote(word)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from specq import analysis, files, from_server, pairs, recommendation
+from specq import analysis, files, pairs, recommendation
 from specq.analysis import BASE, NULL, Analysis
-from specq.chain import EDGE_WARNING, edge_bias
 from specq.conclude import Conclusion, Material, conclude
 from specq.config import DRAWS, StudyConfig
 from specq.cost import CostModel, FreeDraft, Operating, cycle_times, measured
@@ -68,8 +67,7 @@ class TextSet:
 class Study:
     """A study in memory.
 
-    `own` holds each format's own text, and under NULL the baseline's own text in the null arm's order of arithmetic;
-    `paired` holds a format's arms on its own text beside the baseline and that null arm.
+    `own` holds each format's own text, and under NULL the baseline's own text in the null arm's order of arithmetic.
     """
 
     config: StudyConfig
@@ -106,9 +104,9 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """Charge the time since the last lap to `name`."""
+        """Charge the time since the last lap to `name`, beside what it has."""
         now = time.perf_counter()
-        self.seconds[name], self.last = now - self.last, now
+        self.seconds[name], self.last = self.seconds.get(name, 0.0) + now - self.last, now
         self.seconds["total"] = now - self.began
 
 
@@ -129,11 +127,7 @@ def analysed(work: Work, kind: str, texts: list[Text], replay: ReplayResult) -> 
     """Run the chain over scored texts; the replay's first arm is the one that sampled them."""
     config, columns = work.config, {name: s.columns for name, s in replay.arms.items()}
     base = next(iter(columns))
-    # arms with the same target format as the one that sampled the texts sampled them as well: their own b applies
-    writers = tuple(name for name in columns if name.split("+")[0] == base.split("+")[0])
-    done = analysis.analyse(
-        texts, columns, base, work.setting.rule, config.k_max, seed=config.seed, draws=DRAWS, sampled_own=writers
-    )
+    done = analysis.analyse(texts, columns, base, work.setting.rule, config.k_max, seed=config.seed, draws=DRAWS)
     return TextSet(kind, texts, replay, done)
 
 
@@ -225,11 +219,11 @@ def run_study(
             return None
         analyses = {name: analysed(work, *found) for name, found in sets.items()}
         main, own = analyses.pop(BASE), analyses
+        watch.lap("analyse")
         cost = cost or build_cost(config, models, formats, reporter)
         watch.lap("cost")
         facts = gather_facts(config, pair, models, setting, formats, main, own)
         facts.warnings[None] += [*prompt_warnings(config, prompts, prompt_report), *work.notes]
-        facts.warnings[None] += from_server.notes(config)
         study = Study(
             config, directories, pair, models, setting, prompts, prompt_report, main, own, facts, cost,
             timings=watch.seconds,
@@ -258,12 +252,14 @@ def measure(
         arms += [arm for f in formats for arm in kinds(f)]
     kind, what = ("given", "given text") if given else ("same", "the baseline's text")
     found = {BASE: (kind, texts, score(work, kind, texts, arms, what))}
+    watch.lap("score")
     if config.text in ("own", "both"):
         for name, mine in ({NULL: [ALTERNATE]} | {f.name: own_arms_of(f) for f in formats}).items():
             texts = sample(work, mine[0])
             _refuse_short(texts, config.k_max)
+            watch.lap("sample")
             found[name] = ("own", texts, score(work, f"own-{name}", texts, mine, f"{name}'s own text"))
-    watch.lap("score")
+            watch.lap("score")
     return found
 
 
@@ -313,7 +309,10 @@ def gather_facts(
     config: StudyConfig, pair: pairs.Pair, models: Models, setting: Setting, formats: Sequence[KVFormat], main: TextSet,
     own: dict[str, TextSet],
 ) -> StudyFacts:  # fmt: skip
-    """What all formats share, with the warnings that belong to the study or to one format."""
+    """What all formats share, with the warnings about texts and checkpoints, of the study or of one format.
+
+    What depends on K, batch or context is warned of by `recommend`, since `specq tune` decides for others.
+    """
     notes = [note for model in models.by_role.values() for note in model.notes]
     warnings: dict[str | None, list[str]] = {None: notes}
     if config.random_weights:
@@ -346,17 +345,15 @@ def gather_facts(
                 "the given responses do not look sampled from the target at these settings (sum of b - a per document"
                 f" {mean:+.2f}, standard error {se:.2f}): mu describes this text, not the target's own"
             )
-    positions = float(main.analysis.lengths.mean())
-    edge = edge_bias(main.analysis.arms[BASE].emitted(config.current_k), positions)
-    if edge > EDGE_WARNING:
+    texts = [t for s in (main, *own.values()) for t in s.texts]
+    if empty := sum(t.positions == 0 for t in texts):
         warnings[None].append(
-            f"texts of {positions:.0f} positions on average are short for K = {config.current_k}: the cut last cycle lifts mu"
-            f" and S_k by up to about {100 * edge:.1f} %; shifts between formats hardly feel it"
+            f"{empty} of {len(texts)} texts end at their first token, which prefill gives: they have no cycle and count in no"
+            " figure of acceptance"
         )
-    if 1 < main.analysis.documents.count < 10:
-        warnings[None].append(
-            f"only {main.analysis.documents.count} documents: intervals from so small a sample are rough"
-        )
+    documents = main.analysis.resampler.documents
+    if 1 < documents < 10:
+        warnings[None].append(f"only {documents} documents: intervals from so small a sample are rough")
     spec = parse_cost(config.cost)
     return StudyFacts(
         config=config,
@@ -371,7 +368,7 @@ def gather_facts(
         lookup=None if models.has_draft_model else models.draft,
         scale_sources=sources,
         warnings={name: list(dict.fromkeys(w)) for name, w in warnings.items()},
-        native_fp8=spec.gpu.fp8 if spec.gpu else _native_fp8(config),
+        native_fp8=spec.native_fp8(_native_fp8(config)),
         server=spec.server,
         outliers=find_outliers(main.replay.ranges["target"]),
     )

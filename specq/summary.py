@@ -93,7 +93,7 @@ def summarise_study(study: "Study") -> dict:
         "bootstrap": {
             "draws": DRAWS,
             "unit": "document",
-            "documents": main.analysis.documents.count,
+            "documents": main.analysis.resampler.documents,
             "seed": config.seed,
         },
         "seconds_per_pass": {f"{p.role}:{p.format.name}:splits{p.order.splits}": s for p, s in replay.seconds.items()},
@@ -151,6 +151,7 @@ def _shifts(a: Analysis) -> dict:
             out[name][str(k)] = shift.as_dict() | {
                 "minus_null": beyond.as_dict(),
                 "significant": significant(shift, beyond),
+                "whole_cycles": a.shift_of_whole_cycles(name, k).as_dict(),
             }
     return out
 

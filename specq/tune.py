@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.special import ndtri, stdtr  # the normal's quantile, Student's distribution
+from scipy.special import stdtr  # Student's distribution
 
 from specq.cost import CostModel, Operating, cycle_time_draws, cycle_times, speedup
-from specq.stats import LEVEL
+from specq.stats import LEVEL, NORMAL, POWER
 
 MAX_LOSS = 0.01
-POWER = 0.8  # of later studies that the prompts asked for shall decide: four of five
 MOST = 10**9  # prompts; what these do not decide, no number does
-NORMAL = float(ndtri((1 + LEVEL) / 2))  # standard errors in half an interval
 
 
 def quantile_interval(draws: np.ndarray) -> list[float]:

@@ -91,7 +91,12 @@ def operating_table(made: Decision, cost: CostModel) -> Table:
             over, draws = tokens_ratio(mine, base, best, base_best)
             bounds = quantile_interval(draws)
             low, high = (100 * (x - 1) for x in bounds)
-            row += [f"{best}", f"{mine.point[best]:.2f}x", f"{parts.emitted_ratio:.3f}", f"{parts.cycle_ratio:.3f}"]
+            row += [
+                f"{best}",
+                f"{mine.point[best]:.2f}x",
+                f"{parts.emitted_ratio:.3f}",
+                f"{parts.cycle_time_ratio:.3f}",
+            ]
             row += [f"{100 * (over - 1):+.1f} [{low:+.1f}, {high:+.1f}]", pays(over, bounds)]
         else:
             row.append(f"{base.point[base_best]:.2f}x")

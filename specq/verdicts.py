@@ -6,6 +6,7 @@ import numpy as np
 
 from specq import stats
 from specq.analysis import BASE, NULL, Analysis
+from specq.chain import per_cycle
 from specq.cost import CostModel, speedup
 from specq.decision import Decision, StudyFacts
 from specq.errors import SpecqError
@@ -115,9 +116,10 @@ def strict_slo(facts: StudyFacts, analysis: Analysis, decision: Decision) -> lis
 
 
 def _seconds_per_document(analysis: Analysis, arm: str, curve: Curve, k: int) -> np.ndarray:
-    """Mean seconds per token of every document at K = k, [D]; cycles cost what they cost, acceptance differs."""
+    """Mean seconds per token of every document with positions at K = k; cycles cost what they cost, acceptance differs."""
     sums = analysis.arms[arm].sums
-    emitted = np.ones(len(sums.tokens)) if k == 0 else sums.tokens / sums.ends[:, k - 1]
+    some = sums.tokens > 0
+    emitted = per_cycle(sums.tokens[some], sums.ends[some])[:, k - 1] if k else np.ones(some.sum())
     return curve.times[k] / emitted
 
 
@@ -165,14 +167,14 @@ def _not_resolved(analysis: Analysis, arm: str, k: int) -> Verdict:
     elif beyond.se == 0:
         evidence = f"the arms are identical at every position, K = {k}"
     else:
-        # 1.96 + 0.84 standard errors: found at 95 % in four studies of five
+        documents = analysis.resampler.documents
         evidence = (
-            f"shift minus null shift {beyond.value:+.5f}, standard error {beyond.se:.5f}, at K = {k}; a shift of"
-            f" {2.8 * beyond.se:.4f} would be resolved by this many prompts in four studies of five"
+            f"shift minus null shift {beyond.value:+.5f}, standard error {beyond.se:.5f}, at K = {k}; four studies of five"
+            f" would resolve a shift of {stats.resolvable(beyond.se, documents, documents):.4f} with {documents} documents"
         )
-        needed = stats.documents_needed(beyond.se, analysis.documents.count, beyond.value)
-        if needed is not None and needed <= 100 * analysis.documents.count:
-            evidence += f", and {needed} prompts would resolve one of the size seen"
+        needed = stats.documents_needed(beyond.se, documents, beyond.value)
+        if needed is not None and needed <= 100 * documents:
+            evidence += f", and one of the size seen with {needed}"
     return Verdict(code="not_resolved", decision="no shift of mu beyond the noise floor was found", evidence=evidence)
 
 

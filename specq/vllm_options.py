@@ -30,19 +30,21 @@ LATEST_LOOKED_UP_BY_V2 = (
     "specq's n-gram lookup is that of vLLM's V1 runner, which takes the earliest occurrence; the V2 runner, 0.32's default on a"
     " GPU, takes the latest: VLLM_USE_V2_MODEL_RUNNER=0 chooses the one that is predicted here"
 )  # 0.24's V2 runner has no n-gram lookup
+NO_SELF_SPECULATION = (
+    "vLLM has no self-speculation: as its own draft model, which --draft with the target's name describes, a target is loaded"
+    " twice"
+)
 PROBED = ((0, 24), (0, 32))  # versions whose rejection sampler `specq.engines.vllm.probe` knows
 
 
-def parse_version(text: str) -> tuple[int, int]:
-    """(major, minor) of a vLLM version. Raises SpecqError for what is no version or too old."""
+def parse_version(text: str, what: str = "--vllm-version") -> tuple[int, int]:
+    """(major, minor) of a vLLM version. Raises SpecqError, naming `what` it is of, for what is no version or too old."""
     try:
         major, minor = (int(x) for x in text.split(".")[:2])
     except ValueError:
-        raise SpecqError(f"--vllm-version {text!r} is not a version like 0.32") from None
+        raise SpecqError(f"{what} {text!r} is not a version like 0.32") from None
     if (major, minor) < OLDEST:
-        raise SpecqError(
-            f"--vllm-version {text} is older than {OLDEST[0]}.{OLDEST[1]}, the oldest one specq writes for"
-        )
+        raise SpecqError(f"{what} {text} is older than {OLDEST[0]}.{OLDEST[1]}, the oldest one specq writes for")
     return major, minor
 
 
@@ -52,6 +54,14 @@ def why_not_started(fmt: "KVFormat", version: str) -> str | None:
     if known is None or parse_version(version) > known[0]:
         return None
     return f"vLLM {version} does not start on CUDA with {fmt.vllm}: {known[1]}"
+
+
+def why_not_probed(version: str) -> str | None:
+    """Why the probe cannot record in that vLLM, to be said of it; None where it can."""
+    if parse_version(version, "vLLM") in PROBED:
+        return None
+    known = " and ".join(".".join(map(str, v)) for v in PROBED)
+    return f"knows the rejection sampler of vLLM {known}, not of {version}"
 
 
 def draft_kv_is_free(version: str) -> bool:

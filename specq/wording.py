@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-import numpy as np
+from specq.serve_command import read
 
 if TYPE_CHECKING:
     from specq.decision import Capacity, Decision, StudyFacts
@@ -16,7 +16,7 @@ def _percents(value: float, interval: list[float]) -> str:
     return f"{_percent(value - 1)} [{100 * (interval[0] - 1):+.1f}, {100 * (interval[1] - 1):+.1f}]"
 
 
-def sentence(facts: "StudyFacts", made: "Decision", source: str, share: float, timing: float) -> str:
+def sentence(facts: "StudyFacts", made: "Decision", documents: int, source: str, share: float, timing: float) -> str:
     """The decision of one format. share: its KV bytes over BF16's; timing: half-width that timing noise gives `pay`."""
     fmt, best, current = made.format, made.recommended, facts.config.current_k
     where = f"batch {made.at[0]}, context {made.at[1]}"
@@ -24,19 +24,21 @@ def sentence(facts: "StudyFacts", made: "Decision", source: str, share: float, t
     k = _k_advice(best, current)
     if fmt.name == "bf16":
         return f"{k} at {where}, by {by}"
-    if np.isnan(made.pay_ci95[0]):
+    if documents < 2:
         return f"measure more: one document shows no spread, so nothing can be decided about {fmt.name}"
     if made.base_at != made.at:
         where = f"{where} (BF16: batch {made.base_at[0]})"
     speed = f"{_percents(made.pay, made.pay_ci95)} tokens per second against BF16, each at its best K"
     evidence = f"{speed}, at {where}, by {by}; its KV cache takes {100 * share:.0f} % of BF16's bytes"
     evidence += _room(made.capacity)
+    server = facts.config.vllm_command
+    enable, enabling = ("keep", "keeping") if server and read(server).dtype == fmt.name else ("enable", "enabling")
     if made.action == "enable_and_retune":
-        return f"enable {fmt.name} and retune, {k}: {evidence}"
+        return f"{enable} {fmt.name} and retune, {k}: {evidence}"
     if made.action == "enable":
-        return f"enable {fmt.name}, {k}: {evidence}"
+        return f"{enable} {fmt.name}, {k}: {evidence}"
     if made.action == "do_not_enable":
-        return f"do not enable {fmt.name} for speed: {evidence}. If memory decides, {k}"
+        return f"do not {enable} {fmt.name} for speed: {evidence}. If memory decides, {k}"
     n = made.more_prompts
     if n is not None:
         how = f"about {n} more prompt{'s' * (n != 1)} like these would decide in four studies of five"
@@ -44,7 +46,7 @@ def sentence(facts: "StudyFacts", made: "Decision", source: str, share: float, t
         how = (
             f"more prompts alone would not decide, the step times' noise is {100 * timing:.1f} %: time them more often"
         )
-    return f"measure more before enabling {fmt.name}, {how}: {evidence}. Meanwhile {k}"
+    return f"measure more before {enabling} {fmt.name}, {how}: {evidence}. Meanwhile {k}"
 
 
 def _k_advice(best: int, current: int) -> str:
@@ -60,6 +62,6 @@ def _room(capacity: "Capacity | None") -> str:
         return ""
     text = f"; on {capacity.server} {capacity.sequences} sequences of {capacity.context} tokens fit"
     text += f" instead of {capacity.bf16_sequences}"
-    if capacity.ratio is not None and capacity.batch != capacity.bf16_batch:
-        text += f", which gives {_percents(capacity.ratio, capacity.ratio_ci95)} tokens per second"
+    if capacity.tokens_per_second_over_bf16 is not None and capacity.batch != capacity.bf16_batch:
+        text += f", which gives {_percents(capacity.tokens_per_second_over_bf16, capacity.ci95)} tokens per second"
     return text

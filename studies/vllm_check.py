@@ -39,7 +39,7 @@ def study(out: Path, args: argparse.Namespace) -> Path:
     """The finished study, run where it is not there."""
     folder = out / "study"
     if not (folder / "study.json").is_file():
-        command = [sys.executable, "-m", "specq.cli", "study", "--pair", args.pair, "--dtype", "fp8", "--dtype", "int8",
+        command = [sys.executable, "-m", "specq", "study", "--pair", args.pair, "--dtype", "fp8", "--dtype", "int8",
                    "--num-prompts", str(args.prompts), "--k-max", "8", "--draft-transform", "temperature", "--device",
                    args.device, "--batch", f"{args.batch}", "--out", str(folder)]  # fmt: skip
         subprocess.run(command, check=True)

@@ -12,7 +12,7 @@ from specq import __version__
 
 def run(*args, cwd=None, **env):
     """The console program in a process of its own, which sees no GPU."""
-    command = [sys.executable, "-m", "specq.cli", *map(str, args)]
+    command = [sys.executable, "-m", "specq", *map(str, args)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""} | env
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=900)
 

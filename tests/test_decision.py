@@ -8,6 +8,7 @@ import pytest
 from specq import pairs, stats
 from specq.analysis import BASE, NULL, analyse
 from specq.capacity import Server
+from specq.conclude import Material, conclude
 from specq.config import DRAWS, StudyConfig
 from specq.cost.table import TableCost, Timing
 from specq.decision import StudyFacts, decide
@@ -31,11 +32,12 @@ SHAPES = tuple(ModelShape.of_registered(s.shape) for s in (LLAMA.target, LLAMA.d
 
 def study(alphas, fp8=None, groups=None, tokens=3000, k_max=8, draws=400):
     """An analysis of one text per entry whose every position has that acceptance probability, and whose b is its mean:
-    emitted is the closed form up to the edge. `fp8` are the format's (the same without)."""
+    emitted is the closed form up to the edge. `fp8` are the format's (the same without), `tokens` one length or each's."""
     fp8 = alphas if fp8 is None else fp8
-    groups = groups or [None] * len(alphas)
+    groups, tokens = groups or [None] * len(alphas), np.broadcast_to(tokens, len(alphas))
     texts = [
-        Text(Prompt(f"p{i}", f"d{i}", g, (1, 2)), tuple(range(tokens + 1)), BASE, False) for i, g in enumerate(groups)
+        Text(Prompt(f"p{i}", f"d{i}", g, (1, 2)), tuple(range(n + 1)), BASE, False)
+        for i, (g, n) in enumerate(zip(groups, tokens, strict=True))
     ]
 
     def columns(values):
@@ -88,11 +90,11 @@ def test_t03_the_two_parts_of_speed_stand_apart():
     found = study([alphas[0]] * 4, [alphas[1]] * 4)
     equal = decide(facts(current_k=k), found, FP8, table(cost=1e-9))
     parts = equal.break_even[equal.at]
-    assert parts.emitted_ratio == pytest.approx(0.8973, abs=5e-4) and parts.cycle_ratio == pytest.approx(1.0)
-    assert parts.speed == pytest.approx(0.897, abs=5e-4) and equal.action == "do_not_enable"
+    assert parts.emitted_ratio == pytest.approx(0.8973, abs=5e-4) and parts.cycle_time_ratio == pytest.approx(1.0)
+    assert parts.speed_ratio == pytest.approx(0.897, abs=5e-4) and equal.action == "do_not_enable"
     shorter = decide(facts(current_k=k), found, FP8, table(1e-9, ((("bf16", 1.0), ("fp8_e4m3", 0.85)),)))
     parts = shorter.break_even[shorter.at]
-    assert (parts.cycle_ratio, parts.speed) == pytest.approx((0.85, 1.056), abs=5e-4)
+    assert (parts.cycle_time_ratio, parts.speed_ratio) == pytest.approx((0.85, 1.056), abs=5e-4)
     assert shorter.action == "enable_and_retune" or shorter.action == "enable"
     assert "fp8_e4m3" in shorter.sentence and shorter.sentence.startswith("enable")
 
@@ -111,7 +113,7 @@ def test_a_drop_of_mu_from_4_5_to_3_5_is_the_speed_it_costs():
     found = study([_alpha_of(5.5, 8)] * 3, [_alpha_of(4.5, 8)] * 3)
     made = decide(facts(current_k=8), found, FP8, table(cost=1e-9))
     parts = made.break_even[made.at]
-    assert parts.k == 8 and parts.speed == pytest.approx(4.5 / 5.5, abs=1e-3)
+    assert parts.k == 8 and parts.speed_ratio == pytest.approx(4.5 / 5.5, abs=1e-3)
     rec = recommend(facts(current_k=8), found, None, made, table(cost=1e-9), "same")
     assert rec.break_even.speed_ratio == pytest.approx(0.818, abs=1e-3)
     assert rec.mu_shift.value == pytest.approx(-1.0, abs=5e-3) and "-18." in made.sentence
@@ -151,7 +153,7 @@ def test_the_break_even_plot_shows_what_is_decided_by():
         assert cycle == pytest.approx(mine.times[mine.best] / base.times[base.best])
         assert more == pytest.approx(emitted(0.6, mine.best) / emitted(0.9, base.best), rel=5e-3)
         now = at_current(block)
-        assert now == (made.break_even[made.at].cycle_ratio, made.break_even[made.at].emitted_ratio)
+        assert now == (made.break_even[made.at].cycle_time_ratio, made.break_even[made.at].emitted_ratio)
     same = {"recommended": 3, "recommended_bf16": 3, "break_even": {"k": 3}}
     assert at_current(same) is None
 
@@ -198,6 +200,48 @@ def test_a_mixture_has_its_shares_of_tokens():
             expected = 1 / (share / code.emitted_curve(arm) + (1 - share) / chat.emitted_curve(arm))
             assert mixed.emitted_curve(arm) == pytest.approx(expected)
     assert mixed.emitted_draws(BASE)[:, 4].std() > 0 and mixed.documents.count == 3
+
+
+def test_groups_and_mixtures_of_own_text_take_every_arms_own_lengths():
+    """Arms on own text end where they end: a group's arm is that arm's texts alone, a mixture has its shares of every arm's
+    own tokens, and the texts counted are the format's."""
+    alphas, groups = [0.9, 0.8, 0.5, 0.4], ["code", "code", "chat", "chat"]
+    lengths = {BASE: (300, 40, 200, 90), NULL: (300, 41, 200, 90), ARM: (50, 260, 30, 310)}
+    alone = {arm: study(alphas, groups=groups, tokens=n) for arm, n in lengths.items()}
+    fmt = replace(alone[ARM], arms={a: alone[ARM].arms[a] for a in (ARM, BOTH)}, base=ARM)
+    paired = Material("same", alone[BASE], {}, {NULL: alone[NULL], "fp8_e4m3": fmt}).paired["fp8_e4m3"]
+    assert paired.lengths.tolist() == [*lengths[ARM]] and paired.base == BASE
+    parts = {g: of_group(paired, g, 0) for g in ("code", "chat")}
+    for group, part in parts.items():
+        assert part.lengths.sum() == {"code": 310, "chat": 340}[group]
+        for arm, whole in alone.items():
+            mine, theirs = part.arms[arm], of_group(whole, group, 0).arms[arm]
+            assert np.array_equal(mine.sums.tokens, theirs.sums.tokens) and np.array_equal(mine.a, theirs.a)
+            assert np.array_equal(mine.sums.ends, theirs.sums.ends) and np.array_equal(mine.b, theirs.b)
+    mixed = mixture(paired, {"code": 0.7, "chat": 0.3}, 0)
+    for arm in lengths:
+        code, chat = (parts[g].emitted_curve(arm) for g in ("code", "chat"))
+        assert mixed.emitted_curve(arm) == pytest.approx(1 / (0.7 / code + 0.3 / chat))
+
+
+def test_groups_are_decided_without_their_texts_of_one_token(recwarn):
+    """A text that ends at its first token has no position: its group is decided by the other documents, as if it were not
+    there; a group of nothing else is left out, and no mixture can be made of it."""
+    found = study([0.7, 0.6, 0.5, 0.4, 0.5], groups=["a", "a", "a", "b", "b"], tokens=(300, 200, 0, 0, 0))
+    without = study([0.7, 0.6], groups=["a", "a"], tokens=(300, 200))
+    made, alone = (decide(facts(), x, FP8, table(0.1)) for x in (found, without))
+    assert (made.pay_ci95, made.gain, made.sentence) == (alone.pay_ci95, alone.gain, alone.sentence)
+    assert group_choices(facts(), found, table(0.1), made) == group_choices(facts(), without, table(0.1), alone)
+    assert (
+        mixture(found, {"a": 1.0}, 0).emitted_draws(ARM).std()
+        == mixture(without, {"a": 1.0}, 0).emitted_draws(ARM).std()
+    )
+    assert lonely_groups(study([0.7, 0.6], groups=["a", "a"], tokens=(300, 0)), {"a": 1}) == ["a"]
+    with pytest.raises(SpecqError, match="texts of group 'b' end at their first token"):
+        mixture(found, {"a": 0.5, "b": 0.5}, 0)
+    limited = facts(max_ms_per_token=1.0)
+    (verdict,) = strict_slo(limited, found, decide(limited, found, FP8, table(0.1)))
+    assert "nan" not in verdict.evidence and not recwarn.list
 
 
 def test_a_mixtures_interval_covers_what_its_groups_vary():
@@ -291,7 +335,7 @@ def test_throughput_joins_a_cheaper_cycle_and_a_larger_batch():
     assert (capacity.sequences, capacity.bf16_sequences, capacity.batch) == (65, 35, 65) and capacity.limits
     mine, base = made.curve, made.base_curve
     by_hand = (65 / mine.per_token[mine.best]) / (35 / base.per_token[base.best])
-    assert made.pay == pytest.approx(by_hand) == capacity.ratio
+    assert made.pay == pytest.approx(by_hand) == capacity.tokens_per_second_over_bf16
     assert "65 sequences of 32768 tokens fit instead of 35" in made.sentence and made.action.startswith("enable")
     rec = recommend(about, found, None, made, cost, "same")
     assert rec.capacity.bf16_sequences == 35 and not any("cannot hold" in w for w in rec.warnings)
@@ -357,6 +401,52 @@ def test_strict_slo_by_mean_by_certainty_and_by_prompt():
     slow = said(1.3 * mean)[0]
     assert slow.code == "strict_slo" and "slowest prompts" in slow.decision and "95 % of the prompts" in slow.evidence
     assert said(5 * mean) == []
+
+
+@pytest.mark.parametrize(("verify", "sampled"), [("standard", 0.8), ("strict", 0.3)])
+def test_greedy_drafts_are_judged_under_the_studys_verification(verify, sampled):
+    """Greedy drafts that accept .5 lose to sampled ones where those accept .8 (standard) and not where they accept .3 (strict):
+    the verdict is the quotient of both closed forms, each at its best K, or there is none."""
+    greedy, tokens, rng = 0.5, 2000, np.random.default_rng(3)
+    texts = study([greedy] * 4, tokens=tokens).texts
+    n = 4 * tokens
+    token = np.concatenate([t.response[1:] for t in texts])
+    flat = {"alpha": 0.8, "alpha_strict": 0.3, "alpha_greedy": greedy, "logq": np.log(0.3), "logp": np.log(0.3 / 0.8)}
+    columns = {name: np.full(n, x) for name, x in flat.items()}
+    columns["draft_top1"] = np.where(rng.random(n) < greedy, token, -1)
+    arms = dict.fromkeys((BASE, NULL, ARM, BOTH), columns)
+    main = analyse(texts, arms, BASE, Rule("greedy", verify), 8, seed=0, draws=200)
+    about = facts(draft_sampling="greedy", verify=verify)
+    made = conclude(about, [FP8], Material("same", main, arms, {}), table(0.1))["fp8_e4m3"]
+    verdicts = [v for v in made.recommendation.verdicts if v.code == "draft_greedy"]
+    best = [max(emitted(a, k) / (1 + 0.1 * k) for k in range(9)) for a in (sampled, greedy)]
+    faster = 100 * (best[0] / best[1] - 1)
+    if faster < 0:
+        assert verdicts == []
+    else:
+        assert float(verdicts[0].decision.split(" would be ")[1].split(" %")[0]) == pytest.approx(faster, abs=2)
+
+
+def test_not_resolved_says_how_many_documents_would():
+    """Two prompts of every document: what resolves the shift is counted in documents, by the one rule for both numbers."""
+    rng = np.random.default_rng(6)
+    alphas = rng.uniform(0.6, 0.8, 12)
+    found = study(alphas, alphas + 0.01 + rng.normal(0.0, 0.03, 12), tokens=300)
+    texts = [replace(t, prompt=replace(t.prompt, document=f"d{i // 2}")) for i, t in enumerate(found.texts)]
+    documents = stats.Documents.of([t.prompt.document for t in texts])
+    arms = {
+        n: replace(r, sums=stats.Sums(documents.sum(r.result.tokens), documents.sum(r.result.ends)))
+        for n, r in found.arms.items()
+    }
+    clustered = replace(found, texts=texts, documents=documents, resampler=stats.Resampler(6, 400, 0), arms=arms)
+    made = decide(facts(), clustered, FP8, table(0.1))
+    rec = recommend(facts(), clustered, None, made, table(0.1), "same")
+    (verdict,) = (v for v in rec.verdicts if v.code == "not_resolved")
+    shift = rec.mu_shift
+    needed = stats.documents_needed(shift.se, 6, shift.value)
+    assert f"a shift of {stats.resolvable(shift.se, 6, 6):.4f} with 6 documents" in verdict.evidence
+    assert verdict.evidence.endswith(f"and one of the size seen with {needed}") and needed > 6
+    assert stats.resolvable(shift.se, 6, needed) <= abs(shift.value) < stats.resolvable(shift.se, 6, needed - 1)
 
 
 def test_shifted_acceptance_is_exact_for_constant_rates():

@@ -289,6 +289,24 @@ def test_histograms_per_request_are_clusters(tmp_path):
     assert reading.unit == "request"
 
 
+def test_files_of_several_kinds_are_not_pooled(tmp_path):
+    """Two requests and a benchmark run are no three clusters, nor a log line among them: their scatter is of unlike things."""
+    requests, bench, log, scrape = (tmp_path / n for n in ("requests.json", "bench.json", "log", "scrape.prom"))
+    requests.write_text(json.dumps([{"acceptance_histogram": [4, 2, 2, 2]}] * 2))
+    bench.write_text(
+        '{"spec_decode_num_drafts": 87, "spec_decode_draft_tokens": 259, "spec_decode_accepted_tokens": 167}'
+    )
+    log.write_text(
+        "SpecDecoding metrics: Mean acceptance length: 2.00, Accepted: 10 tokens, Drafted: 20 tokens,"
+        " Per-position acceptance rate: 0.700, 0.300"
+    )
+    scrape.write_text(page(22, 66, 40))
+    for paths in ([requests, bench], [bench, log], [log, requests], [scrape, bench], [requests, bench, log, scrape]):
+        with pytest.raises(SpecqError, match="give files of one kind"):
+            read(paths)
+    assert [len(read([p, p]).clusters) for p in (requests, bench, log)] == [4, 2, 2]
+
+
 @given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=400))
 def test_log_lines_give_their_counts_back(cycles):
     """A line written as vLLM writes it gives back drafts and accepted, and positions within what rounding hides."""

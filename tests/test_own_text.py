@@ -3,13 +3,18 @@
 import numpy as np
 import pytest
 from conftest import FLOAT32, VOCAB, save_model
+from test_retune import write_prompts
 from test_rollout import prompts_of
-from test_study import strict_json
+from test_study import small_study, strict_json
 
 from specq import files
+from specq import study as study_module
 from specq.analysis import NULL
 from specq.command import resolve
+from specq.conclude import conclude
 from specq.coupling import beginning, shared_tokens
+from specq.errors import Interrupted
+from specq.finished import load as load_study
 from specq.kv import get_format
 from specq.models.loading import load
 from specq.progress import Reporter
@@ -64,6 +69,33 @@ def test_the_interval_widens_as_texts_part(both):
     full = found["shifts_own_text"]["fp8_e5m2+bf16"]["4"]
     assert rows[-1]["own"]["value"] == pytest.approx(full["value"], abs=1e-9)
     assert rows[-1]["own"]["se"] == pytest.approx(full["se"], rel=1e-9)
+
+
+@pytest.mark.parametrize("text", ["own", "both"])
+def test_own_texts_of_unequal_length_are_decided_in_groups(tmp_path, monkeypatch, text):
+    """Texts that end by EOS at another token than the baseline's: a study in groups that fails after scoring is resumed,
+    counts the tokens it was decided on, and is decided again alone and for a mix of its groups."""
+    pair = (save_model(tmp_path / "t", seed=3, scale=3.0), save_model(tmp_path / "d", seed=2, num_hidden_layers=1))
+    settings = dict(pair=pair, dtypes=("fp8_e5m2",), text=text, prompts=write_prompts(tmp_path / "p.jsonl", 12),
+                    num_prompts=12, output_tokens=48, k_max=4, current_k=3)  # fmt: skip
+
+    def out_of_power(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(study_module, "decide", out_of_power)
+        small_study(tmp_path, **settings)
+    study, folder = small_study(tmp_path, **settings, resume=True)
+    main, own = (s.analysis.lengths for s in (study.main, study.own["fp8_e5m2"]))
+    assert main.sum() != own.sum() and (own < 47).any()
+    rec = study.recommendations["fp8_e5m2"]
+    assert rec.tokens == (own if text == "own" else main).sum()
+    assert [g.name for g in study.conclusions["fp8_e5m2"].groups] == ["chat", "code"]
+    for mix in (None, {"code": 0.7, "chat": 0.3}):
+        found = load_study(folder)
+        again = conclude(found.facts(found.config), [get_format("fp8_e5m2")], found.material, study.cost, mix)
+        shift = again["fp8_e5m2"].recommendation.mu_shift_own
+        assert (shift == rec.mu_shift_own) == (mix is None) and np.isfinite(shift.value)
 
 
 def test_the_null_arm_has_own_text_in_another_order(both):

@@ -299,7 +299,7 @@ def test_torchrun_command_line(tmp_path):
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run += [
         "-m",
-        "specq.cli",
+        "specq",
         "rollout",
         "--quiet",
         "--num-prompts",
@@ -404,7 +404,7 @@ def test_two_gpus_give_the_logits_of_one(tmp_path):
 def test_two_gpus_share_a_model_under_torchrun(tmp_path):
     """The embedded pair, its target split over two GPUs through NCCL, gives a rollout that replay agrees with."""
     env = command_environment()
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "specq.cli"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "specq"]
     run += ["rollout", "--quiet", "--device", "cuda", "--num-prompts", "24", "--prompt-tokens", "48"]
     done = subprocess.run(
         [*run, "--output-tokens", "48", "--out", tmp_path / "o"], env=env, capture_output=True, text=True

@@ -1,5 +1,6 @@
 """The hook in vLLM's rejection sampler, on hand-made tensors and a stand-in with the sampler's own signature."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 from specq.engines.vllm import probe, probed
 from specq.engines.vllm.probe import COLUMNS, ProbeError, install, score
 from specq.engines.vllm.protocol import CellResult, Pass, RequestLog
+from specq.errors import SpecqError
 from specq.files import read_parquet
 
 P = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.3, 0.5]])
@@ -127,9 +129,18 @@ def test_recorded_cycles_have_their_requests_and_the_engine_its_result(tmp_path,
 
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.25.1", "0.23.0"])
-def test_unknown_versions_are_refused(tmp_path, pinned, version):
-    with pytest.raises(Exception, match="0.24"):
+def test_unknown_versions_are_refused(tmp_path, pinned, monkeypatch, version):
+    """At its start, by the two places that look: before vLLM's modules are imported, and before they are wrapped."""
+    says = (
+        "older than 0.24"
+        if version == "0.23.0"
+        else f"rejection sampler of vLLM 0.24 and 0.32, not of {version}: unset"
+    )
+    with pytest.raises((ProbeError, SpecqError), match=says):
         install(tmp_path, version, *stand_in())
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    with pytest.raises((ProbeError, SpecqError), match=says):
+        probe._vllm()
 
 
 def test_unknown_runners_and_samplers_are_refused(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from test_study import small_study, strict_json
 
 from specq import files
 from specq.analysis import BASE
-from specq.compare import mu_difference
+from specq.compare import mu_difference, mu_table, same_documents
 from specq.conclude import conclude
 from specq.errors import SpecqError
 from specq.finished import load, reconfigured
@@ -85,6 +85,34 @@ def test_other_costs_batches_and_contexts_are_decided_anew(studies):
     assert after.mu_accepted == before.mu_accepted and after.current_num_speculative_tokens == 0
     assert "no_native_fp8" in {v.code for v in after.verdicts} - {v.code for v in before.verdicts}
     assert Recommendation.model_validate_json(after.model_dump_json()) == after
+
+
+def test_findings_are_of_the_machine_and_k_decided_for(studies, tmp_path):
+    """A study for a GPU without FP8 units, decided again by the times of an unnamed machine: nothing is said of its units. The
+    word on texts that are short for K is about the K in use now, and names no other."""
+    timings = tmp_path / "timings.json"
+    timings.write_text(json.dumps(strict_json(studies["measured"][1] / "study.json")["cost"]["details"]["records"]))
+    pair = (studies["root"] / "t", studies["root"] / "d")
+    own = {"batch": (1,), "context": (16,), "prompts": str(studies["root"] / "p.jsonl"), "k_max": 4, "current_k": 3}
+    study, folder = small_study(tmp_path, pair, cost="roofline:a100", **own)
+
+    def codes(rec):
+        return {v.code for v in rec.verdicts}
+
+    before = study.recommendations["fp8_e4m3"]
+    assert "no_native_fp8" in codes(before)
+    for cost, known in ((str(timings), None), (f"roofline:h100@{timings}", True), ("roofline:a100", False)):
+        found = load(folder)
+        assert found.facts(reconfigured(found.config, {"cost": cost})).native_fp8 is known
+        after = again(folder, cost=cost, current_k=1)["fp8_e4m3"].recommendation
+        assert ("no_native_fp8" in codes(after)) == (known is False)
+        for rec, k in ((before, 3), (after, 1)):
+            assert [w for w in rec.warnings if "are short for K" in w] == [
+                w for w in rec.warnings if f"are short for K = {k}:" in w
+            ]
+    assert any("are short for K = 3:" in w for w in before.warnings)
+    from_file, _ = small_study(tmp_path / "file", pair, cost=str(timings), **own)
+    assert from_file.facts.native_fp8 is None
 
 
 def test_a_timings_file_decides_and_its_change_is_noticed(studies, tmp_path):
@@ -216,17 +244,17 @@ def test_two_studies_are_compared_with_the_difference(studies, tmp_path):
     """The same documents: paired, exactly 0 against itself. Other documents: independent, errors added in squares."""
     root, (_, folder) = studies["root"], studies["both"]
     mine = load(folder).material.main
-    same = mu_difference(mine, mine, [(1.0, BASE)], 3)
-    assert same.paired and same.estimate.value == same.estimate.se == 0 and not same.estimate.excludes_zero
+    same = mu_difference(mine, mine, [(1.0, BASE)], 3, paired=True)
+    assert same.value == same.se == 0 and not same.excludes_zero
     prompts = write_prompts(tmp_path / "q.jsonl", seed=9)
     other, where = small_study(
         tmp_path, (root / "t", root / "d"), prompts=prompts, num_prompts=7, k_max=4, current_k=3, seed=5
     )
     theirs = other.main.analysis
-    different = mu_difference(mine, theirs, [(1.0, BASE)], 3)
+    different = mu_difference(mine, theirs, [(1.0, BASE)], 3, paired=False)
     alone = [a.resampler.emitted(a.arms[BASE].sums, 3) for a in (mine, theirs)]
-    assert not different.paired and different.estimate.value == pytest.approx(alone[1].value - alone[0].value)
-    assert different.estimate.se == pytest.approx(np.hypot(alone[0].se, alone[1].se))
+    assert different.value == pytest.approx(alone[1].value - alone[0].value)
+    assert different.se == pytest.approx(np.hypot(alone[0].se, alone[1].se))
     out = run("compare", folder, where, COLUMNS="160")
     assert out.returncode == 0, out.stderr
     words = (
@@ -239,5 +267,11 @@ def test_two_studies_are_compared_with_the_difference(studies, tmp_path):
     )
     for text in words:
         assert text in out.stdout, text
+    found, others = load(folder), load(where)
+    assert same_documents(found, load(folder)) and not same_documents(found, others)
+    others = load(folder)  # line1, line2, ... of another file are other documents
+    others.config = others.config.model_copy(update={"prompts_sha256": "another file's"})
+    assert not same_documents(found, others)
+    assert "as independent studies" in mu_table(found, others, ["fp8_e4m3"], 3).title
     none = run("compare", folder, studies["bf16"][1])
     assert none.returncode == 2 and "share no format" in none.stderr

@@ -457,6 +457,7 @@ def test_the_joint_test_finds_faults(pair, monkeypatch):
         ]
 
     assert _hotelling(np.ones((30, 1)), np.ones(1))[2] == 0  # the same error in every document is one, too
+    assert _hotelling(np.full((1, 4), 0.1), np.ones(4))[2] == 1  # one document shows no error that is the same in all
     for fault in (rare, unnormalised):
         monkeypatch.setattr(specq.rollout, "verify_cycle", fault)
         assert joint([agreement(pair, setting(seed=s), BF16, 4) for s in range(6)]).p_value < LEVEL, fault.__name__

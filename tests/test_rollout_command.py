@@ -8,6 +8,7 @@ import pytest
 from conftest import save_model
 from test_cli import run
 
+from specq import pairs
 from specq.analysis import by_text
 from specq.chain import run_chain
 from specq.ngram import NgramIndex, NgramLookup, proposals_along
@@ -60,8 +61,15 @@ def test_other_drafts_have_directories_of_their_own(tmp_path):
     for more in ([], ["--draft", "self"], ["--draft", "ngram"], ["--draft-dtype", "same"]):
         out = run("rollout", "--pair", "tiny", "--dtype", "fp8", "--k", "2", *more, *small, cwd=tmp_path)
         assert out.returncode == 0, out.stderr
-    made = sorted(p.name.removeprefix("rollout-tiny-fp8-k2") for p in (tmp_path / "runs").iterdir())
-    assert made == ["", "-draft-ngram", "-draft-same", "-draft-self"]
+    tiny = pairs.find("tiny", None, None).target.source
+    own = ["--target", tiny, "--draft", tiny]  # a pair of one's own has the draft in its name already
+    out = run("rollout", *own, "--dtype", "fp8", "--k", "2", *small, cwd=tmp_path)
+    assert out.returncode == 0, out.stderr
+    made = sorted(p.name.removeprefix("rollout-") for p in (tmp_path / "runs").iterdir())
+    assert made == [
+        "target+target-fp8-k2",
+        *(f"tiny-fp8-k2{s}" for s in ("", "-draft-ngram", "-draft-same", "-draft-self")),
+    ]
 
 
 @pytest.mark.parametrize("draft", ["self", "ngram"])

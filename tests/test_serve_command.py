@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 from conftest import save_model
@@ -14,11 +16,17 @@ from typer.testing import CliRunner
 
 from specq import cli
 from specq.command import resolve
+from specq.conclude import conclude
 from specq.config import StudyConfig
 from specq.errors import Interrupted, SpecqError
-from specq.from_server import changed, notes, study_options, text_of, words_without_secrets
+from specq.finished import load as load_study
+from specq.finished import reconfigured
+from specq.from_server import changed, notes, study_options, text_of, without_secrets, words_without_secrets
+from specq.kv import get_format
 from specq.report.schema import VllmBlock
 from specq.serve_command import read
+from specq.shell_words import joined, split
+from specq.wording import sentence
 
 SPEC = '{"model": "org/draft", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}'
 PLAIN = "vllm serve org/target"
@@ -98,6 +106,63 @@ def test_dropping_speculation_and_what_stays():
     assert "FLASH_ATTN" not in whole and '{"x": 1}' in whole
 
 
+def test_ranks_in_a_variable_count_as_one():
+    """Said, and no reason to refuse the rest; the cost stays as it was."""
+    text = f"{PLAIN} -sc '{SPEC}' -tp $TP"
+    assert "tensor_parallel" not in read(text).taken
+    (note,) = read(text).notes
+    assert "variables are not expanded: --tensor-parallel-size $TP counts as 1" in note
+    made = study_options(text, dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"}, [])[0]
+    assert made["cost"] is None and "-tp $TP" in made["vllm_command"]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [("--attention-config.backend FLASH_ATTN", False), ("-ac '{\"backend\": \"FLASH_ATTN\"}'", False),
+     ("--attention-config '{\"backend\": \"FLASH_ATTN\", \"x\": 1}'", True), ("-ac.x 1 -ac.backend FLASH_ATTN", True)],
+)  # fmt: skip
+def test_only_what_stays_is_said_to_be_kept(options, kept):
+    """An attention backend goes where a format needs another one, so no note promises that it stays."""
+    text = f"{PLAIN} -sc '{SPEC}' {options}"
+    then = changed(text, block(backend="TRITON_ATTN"))[1]
+    assert "FLASH_ATTN" not in then and ("attention-config" in then or "-ac.x" in then) == kept
+    said = "".join(read(text).notes)
+    assert ("kept in the changed command: --attention-config" in said) == kept and ".backend" not in said
+
+
+@pytest.mark.parametrize("runs", [None, "bfloat16", "fp8"])
+def test_a_format_that_the_server_runs_already_is_kept(runs):
+    """The decision says `keep` of the format in the server's own command, `enable` of any other."""
+    made = SimpleNamespace(
+        format=get_format("fp8"), recommended=3, at=(1, 2048), base_at=(1, 2048), pay=1.1, pay_ci95=[1.0, 1.2],
+        capacity=None, action="enable", more_prompts=9,
+    )  # fmt: skip
+    command = runs and f"{PLAIN} -sc '{SPEC}' --kv-cache-dtype {runs}"
+    facts = SimpleNamespace(config=StudyConfig(current_k=3, vllm_command=command))
+    verb = {"enable": "keep", "enabling": "keeping"} if runs == "fp8" else {"enable": "enable", "enabling": "enabling"}
+    for action, start in (
+        ("enable", f"{verb['enable']} fp8_e4m3, "),
+        ("enable_and_retune", f"{verb['enable']} fp8_e4m3 and retune, "),
+        ("do_not_enable", f"do not {verb['enable']} fp8_e4m3 for speed: "),
+        ("measure_more", f"measure more before {verb['enabling']} fp8_e4m3, "),
+    ):
+        made.action = action
+        assert sentence(facts, made, 5, "roofline", 0.5, 0.0).startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("image", "version"),
+    [("vllm/vllm-openai:v0.24.0", "0.24"), ("mirror:5000/x/vllm-openai-cpu:v1.2.0-x", "1.2"), ("me/vllm:0.26.1-mine", "0.26"),
+     ("vllm/vllm-openai:latest", None), ("vllm/vllm-openai", None), ("nvcr.io/nvidia/vllm:25.09-py3", "foreign"),
+     ("registry.redhat.io/rhaiis/vllm-cuda-rhel9:3.2.1", "foreign"), ("me/vllm:latest", "foreign")],
+)  # fmt: skip
+def test_a_foreign_images_tag_is_no_version(image, version):
+    """The tag of vLLM's own image is its version; of another image only where it is 0.N, as vLLM's releases are."""
+    command = read(f"docker run {image} --model org/target -sc '{SPEC}'")
+    assert command.taken.get("vllm_version") == (None if version == "foreign" else version)
+    assert any("is not taken for vLLM's version" in n for n in command.notes) == (version == "foreign")
+
+
 def test_sampling_of_the_server():
     """--override-generation-config and --generation-config vllm; top_k -1 is off; what is not known is named."""
     text = f"{PLAIN} -sc '{SPEC}' --override-generation-config " + '\'{"temperature": 0.7, "top_k": -1, "min_p": 0.1}\''
@@ -135,6 +200,12 @@ def test_ngram_and_vllms_defaults():
         (PLAIN + ' -sc \'{"model": "d", "num_speculative_tokens": 3}\' --spec-tokens 4', "both give"),
         (PLAIN + " -sc.model d -sc.num_speculative_tokens 3 -sc.rejection_sample_method synthetic", "synthetic"),
         (f"{PLAIN} -sc '{SPEC}' -tp two", "whole number"),
+        (
+            f"{PLAIN} --speculative-model d --num-speculative-tokens 5",
+            "--speculative-model is a spelling of old versions",
+        ),
+        (f"{PLAIN} --num_speculative_tokens=5 -sc '{SPEC}'", "what is read is --speculative-config '{"),
+        (f"{PLAIN} -ac '[1]'", "--attention-config is not a JSON object"),
         (f"{PLAIN} -sc '{SPEC}' --max-model-len long", "--max-model-len must be a whole number"),
         (f"{PLAIN} -sc '{SPEC}' --max-model-len 2.5K", "--max-model-len must be a whole number"),
         (f"{PLAIN} -sc '{SPEC}' --max-num-seqs 0", "--max-num-seqs must be a whole number"),
@@ -288,6 +359,66 @@ def test_secrets_around_the_server_are_not_kept(around):
     assert [w for w in read(kept).words if w == "&&"] == [w for w in read(text).words if w == "&&"]
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        # JSON at any depth, by both spellings of an option; strings within it
+        "{} --kv-transfer-config '{{\"kv_connector\": \"X\", \"extra\": {{\"list\": [{{\"api_key\": \"LEAK\"}}]}}}}'",
+        "{} --hf-overrides='{{\"token\":\"LEAK\", \"n\": [1e400, null]}}' --port 80",
+        "{} --hf-overrides '{{\"credentials\": {{\"me\": [\"LEAK\", 7]}}, \"u\": \"ftp://me:LEAK@h\"}}'",
+        "{} --x '{{\"a\": $N, \"accessToken\": \"LEAK\"}}' --port 80",
+        "{} --kv-transfer-config.api_key LEAK --kv_transfer_config.a.hf_token=LEAK -x.credentials.blob LEAK --port 80",
+        # options of vLLM and of others
+        "{} --ssl-keyfile-password LEAK --port 80",
+        "{} --api-key LEAK LEAK2 --port 80",
+        "huggingface-cli login --token LEAK && {}",
+        "sh -c 'x login --password LEAK' ; {}",
+        "x -token LEAK | y --auth=LEAK ; {}",
+        # headers
+        "curl --header 'api-key: LEAK' -H 'X-Auth-Token:LEAK' -H'Authorization: Basic LEAK' h && {}",
+        "OTEL_EXPORTER_OTLP_HEADERS='Authorization=Bearer LEAK' {}",
+        "OTEL_EXPORTER_OTLP_HEADERS=a=b,x-api-key=LEAK {}",
+        "curl 'https://h/x?a=1&access_token=LEAK' ; {}",
+        # assignments, in whatever case and around whatever a shell makes of the value
+        "hf_token=LEAK PASSWD=LEAK PASS=LEAK AUTH=LEAK CREDENTIALS=LEAK OPENAI_API_KEY_PROD=LEAK HF_TOKEN_2=LEAK {}",
+        "HF_TOKEN=$'LEAK' VLLM_API_KEY=$X-LEAK A_KEY=${{X:-LEAK}} B_KEY=LEAK$X C_KEY='$LEAK' D_KEY=\"\\$LEAK\" {}",
+        "HF_TOKEN=$(echo LEAK) KEY=`echo LEAK` {}",
+        "setenv HF_TOKEN LEAK; {}",
+        "export ARGS=(--token LEAK); A='b TOKEN=LEAK' {}",
+        "cat > c.yaml <<EOF\napi-key: LEAK\nEOF\n{}",
+        "HTTPS_PROXY=http://me:$X-LEAK@proxy pip install git+https://LEAK@github.com/a/b; {}",
+        # comments
+        "# LEAK\n{}  # LEAK, don't tell\n# LEAK",
+    ],
+)  # fmt: skip
+def test_a_secret_is_known_by_its_name(script):
+    """One notion of a secret's name for assignments, options, JSON keys and headers, anywhere in the line."""
+    text = script.format(f"{PLAIN} -sc '{SPEC}' --seed 1")
+    kept = study_options(text, dict.fromkeys(StudyConfig.model_fields) | {"pair": "tiny"}, [])[0]["vllm_command"]
+    assert "LEAK" in text and "LEAK" not in kept and "LEAK" not in words_without_secrets(["--vllm-command", text])[1]
+    assert read(kept).taken == read(text).taken and ("--port 80" in kept) == ("--port 80" in text)
+    assert joined(without_secrets(read(kept))) == kept
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--max-num-batched-tokens 64 --tokenizer t --skip-tokenizer-init --long-prefill-token-threshold 9 --ssl-keyfile k.pem",
+        "--hf-overrides '{\"bos_token_id\": 1, \"prompt_tokens\": \"x\", \"eos_token\": \"</s>\"}'",
+        "-cc.pass_config.fuse_norm_quant True --compilation-config '{\"pass_config\": {\"a\": \"b\"}}' --return-token t",
+        "--api-key $VLLM_API_KEY --hf-token ${HF_TOKEN} --x.api_key=\"$K\"",
+        "--hf-overrides \"{\\\"api_key\\\": \\\"$API_KEY\\\"}\"",
+        "--hf-token --tokenizer-mode auto --kv-cache-dtype-skip-layers 1",
+    ],
+)  # fmt: skip
+def test_other_names_are_no_secrets(words):
+    """Counts and ids of tokens, files of keys, flags, and variables stay as they were written."""
+    around = ('docker run -v /run/secret:/secret -v ~/.cache/token:/token -e HF_TOKEN -e HF_TOKEN=$HF_TOKEN -e A_KEY="$K" '
+              "-e TOKENIZERS_PARALLELISM=false -e KEY_FILE=/k -e PWD=$PWD -v $(pwd):/x ssh://git@host http://me:$PW@h "
+              f"-H \"Authorization: Bearer $T\" vllm/vllm-openai --model org/target -sc '{SPEC}' ")  # fmt: skip
+    assert joined(without_secrets(read(around + words))) == around + words
+
+
 def test_specqs_own_command_line_holds_what_is_kept(tmp_path):
     """Both spellings, every occurrence, a command that is none; the path of a file and other options stay."""
     text = f"HF_TOKEN=hf_secret {PLAIN} --api-key hf_secret -sc '{SPEC}'"
@@ -366,6 +497,41 @@ echo gone
     assert now.endswith("; echo gone") and then.endswith("; echo gone") and read(then).taken["current_k"] == 2
 
 
+@pytest.mark.parametrize(
+    ("script", "kept"),
+    [
+        ("{}  # don't use int8", "{}"),
+        ("# it's the server\n{} \\\n  # --port 80 \\\n  --seed 1", "{} --seed 1"),
+        ("{} \\  # in fp8\n  --seed 1 \\", "{} --seed 1"),
+        ("echo a#b '#' \\#; {}", "echo a#b '#' \\# ; {}"),
+        ("{{ {}; }} && echo \"it's\"", "{{ {} ; }} && echo \"it's\""),
+        ("({} -tp 2)&", "( {} -tp 2 ) &"),
+        ("if true; then\n{}\nfi", "if true ; then {} ; fi"),
+        ("run() {{\n{}\n}}\nrun", "run ( ) {{ {} ; }} ; run"),
+        ("A=(1 2)\n{} >log 2>&1\necho `date` '`x`' $'a\\'b'", "A=(1 2) ; {} > log 2>&1 ; echo `date` '`x`' $'a\\'b'"),
+        ("{} --seed $(cat 'a (b') --host ${{HOST:-\"$(hostname)\"}} > >(tee log)",
+         "{} --seed $(cat 'a (b') --host ${{HOST:-\"$(hostname)\"}} > >(tee log)"),
+    ],
+)  # fmt: skip
+def test_the_line_given_back_is_spelt_as_it_was(script, kept):
+    """Comments go; braces, subshells, substitutions, arrays and redirections stay what a shell makes of them."""
+    server = f"{PLAIN} --kv-cache-dtype fp8 -sc '{SPEC}'"
+    assert changed(script.format(server), block())[0] == kept.format(server)
+    then = changed(script.format(server), block(fmt="int8_per_token_head"))[1]
+    assert [w for w in split(then) if w.operator] == [w for w in split(kept.format(server)) if w.operator]
+    assert read(then).dtype == "int8_per_token_head" and read(then).notes == []
+    told = subprocess.run(["bash", "-n", "-c", then], capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+
+
+def test_substitutions_of_a_container_stay_expandable():
+    """`-v $(pwd)/m:/m`, backticks and `-u $(id -u):$(id -g)` are each one word, and no quotes come around them."""
+    run = 'docker run -v $(pwd)/m:/m -v `pwd`:/x -v "$PWD/a b":/y -u $(id -u):$(id -g) vllm/vllm-openai:v0.24.0 --model /m'
+    now, then = changed(f"{run} -sc '{SPEC}'", block())
+    assert now == f"{run} -sc '{SPEC}'" and then.startswith(run)
+    assert read(now).taken["target"] == "/m" and read(now).taken["vllm_version"] == "0.24"
+
+
 def test_a_file_may_hold_the_command(tmp_path):
     path = tmp_path / "serve.sh"
     path.write_text("#!/bin/sh\n" + SPELLINGS[2])
@@ -374,6 +540,17 @@ def test_a_file_may_hold_the_command(tmp_path):
     with pytest.raises(SpecqError, match="UTF-8"):
         text_of(str(path))
     assert text_of("x" * 5000) and text_of("a\0b")
+
+
+@pytest.mark.parametrize("given", ["serve.sh", "scripts/serve", "./x", "gone.txt"])
+def test_a_file_that_is_not_there_is_said(given, tmp_path, monkeypatch):
+    """One word that looks like a path is no command; a directory is no file of one either."""
+    monkeypatch.chdir(tmp_path)
+    for word in (given, f"{tmp_path}/{given}", str(tmp_path)):
+        with pytest.raises(SpecqError, match="--vllm-command: no such file: ") as caught:
+            text_of(word)
+        assert word in str(caught.value)
+    assert text_of("vllm") == "vllm" and text_of("vllm serve a/b.c") == "vllm serve a/b.c"
 
 
 @pytest.fixture(scope="module")
@@ -405,6 +582,20 @@ def test_the_study_of_a_server_gives_its_command_back(server):
     assert any("--quantization" in w for w in rec["warnings"]) and any("does not state" in w for w in rec["warnings"])
     page = next(out.glob("fp8*/report.html")).read_text()
     assert "command line now" in page and "--max-num-seqs 64" in page
+
+
+def test_what_the_server_lacks_is_said_of_the_points_decided_for(server):
+    """Decided again for batches and a vLLM version of one's own: the limits named are those that they break, no older ones."""
+    found = load_study(server[0])
+
+    def said(**changes):
+        config = reconfigured(found.config, changes)
+        made = conclude(found.facts(config), [get_format("fp8")], found.material, found.cost(config))
+        return " ".join(made["fp8_e4m3"].recommendation.warnings)
+
+    assert "is beyond the --max-num-seqs 64" not in said() and "does not state vLLM's version" in said()
+    assert "--batch 128,256 is beyond the --max-num-seqs 64" in said(batch=(1, 128, 256))
+    assert "does not state" not in said(vllm_version="0.24") and "--quantization" in said(vllm_version="0.24")
 
 
 def test_version_notes_are_only_for_those_who_gave_none():

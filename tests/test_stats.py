@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import toys
+from scipy.stats import norm
+from scipy.stats import t as student
 
 from specq import chain
 from specq.stats import (
@@ -131,6 +133,29 @@ def test_interval_of_emitted_covers_the_truth(studied):
         for s, r in ((s, Resampler(DOCUMENTS, DRAWS, seed)) for seed, s in enumerate(studies))
     ]
     assert ((share(held) >= 0.92) & (share(held) <= 0.98)).all(), share(held)
+
+
+FEW_LAWS = {  # shifts of documents, in units of the mean shift; name: (law, least and largest coverage of 5 to 12 documents)
+    "normal": (lambda rng, n: rng.normal(1.0, 1.0, n), (0.92, 0.99)),
+    "exponential": (lambda rng, n: rng.exponential(1.0, n), (0.92, 0.99)),
+    "log-normal": (lambda rng, n: rng.lognormal(-(1.5**2) / 2, 1.5, n), (0.80, 0.90)),
+    "one in ten": (lambda rng, n: (rng.random(n) < 0.1) * rng.gamma(4, 2.5, n) + rng.normal(0, 0.25, n), (0.40, 0.75)),
+}
+
+
+@pytest.mark.parametrize("law", FEW_LAWS)
+def test_coverage_with_few_documents_is_as_documented(law):
+    """docs/method.md: 5 to 12 documents serve where shifts differ moderately; where rare documents carry all, they do not."""
+    draw, (least, largest) = FEW_LAWS[law]
+    rng, mean = np.random.default_rng(1), -0.01
+    for n in (5, 8, 12):
+        r, held = Resampler(n, 500, 0), []
+        tokens, ends = np.full(n, 256.0), np.full((n, 1), 100.0)
+        for _ in range(400):
+            shifted = tokens[:, None] / (tokens[:, None] / ends + mean * draw(rng, n)[:, None])
+            truth = mean  # equal baselines: the mean of documents' shifts, to first order
+            held.append(covers(r.shift(Sums(tokens, shifted), Sums(tokens, ends), 1), truth))
+        assert least <= np.mean(held) <= largest, (n, np.mean(held))
 
 
 def test_noise_alone_is_seldom_significant(studied):
@@ -348,17 +373,71 @@ def test_draws_are_shared_and_repeatable():
         np.testing.assert_allclose(draws[:, k], emitted_of(base, k, weights), rtol=1e-12)
 
 
+def test_documents_without_positions_are_as_if_they_were_not_there():
+    """Documents with neither tokens nor cycles in any arm change no estimate and no draw; those that one arm has and another
+    lacks stay, and no draw is without tokens of an arm."""
+    arm, base = sums(np.random.default_rng(18), 3)
+    at = [1, 2, 5]
+
+    def among_six(s):
+        tokens, ends = np.zeros(6), np.zeros((6, 2))
+        tokens[at], ends[at] = s.tokens, s.ends
+        return Sums(tokens, ends)
+
+    wide = [among_six(s) for s in (arm, base)]
+    r, alone = Resampler(6, DRAWS, 3, tokens=np.stack([s.tokens for s in wide])), Resampler(3, DRAWS, 3)
+    assert (r.documents, r.counted.tolist()) == (3, at)
+    assert r.shift(*wide, 2) == alone.shift(arm, base, 2) and r.emitted(wide[0], 1) == alone.emitted(arm, 1)
+    assert np.array_equal(r.emitted_draws(wide[1]), alone.emitted_draws(base))
+    lacking = among_six(arm)
+    lacking.tokens[[1, 2]] = lacking.ends[[1, 2]] = 0.0
+    r = Resampler(6, DRAWS, 3, tokens=np.stack([lacking.tokens, wide[1].tokens]))
+    assert r.documents == 3 and (r.weights[:, 2] > 0).all() and len(r.weights) == DRAWS
+    assert np.isfinite(r.emitted_draws(lacking)).all()
+
+
+def test_a_draw_in_which_no_cycle_ends_accepted_all_it_had(recwarn):
+    """Short texts whose every draft is accepted end no cycle of 4 drafts: a draw of them alone emits K + 1, the most there is,
+    and makes no interval infinite."""
+    tokens = np.array([3.0, 3.0, 60.0])
+    s = Sums(tokens, np.array([[1.5, 1.0, 0.0, 0.0], [1.5, 1.0, 0.0, 0.0], [40.0, 30.0, 28.0, 27.0]]))
+    r = Resampler(3, DRAWS, 0, tokens=tokens[None])
+    draws, short = r.emitted_draws(s), r.weights[:, 2] == 0
+    assert short.any() and (draws[short][:, [3, 4]] == [4, 5]).all() and np.isfinite(draws).all()
+    assert np.isfinite([r.emitted(s, 4).lo, r.emitted(s, 4).hi]).all() and not recwarn.list
+
+
 @pytest.mark.parametrize(("se", "documents", "effect"), [(0.02, 25, 0.01), (0.0008, 27, -0.0016), (0.03, 10, 0.001)])
 def test_documents_needed_is_the_least_number_that_resolves(se, documents, effect):
-    """With n documents the standard error is se sqrt(documents / n); n is the least for which 1.96 of it is within the
-    effect, and never fewer than there are."""
+    """With n documents the standard error is se sqrt(documents / n); n is the least for which Student's quantile and the
+    normal's of 80 %, both times that, are within the effect, and never fewer than there are."""
     n = documents_needed(se, documents, effect)
 
     def resolves(count):
-        return 1.96 * se * np.sqrt(documents / count) <= abs(effect)
+        return (student.ppf(0.975, count - 1) + norm.ppf(0.8)) * se * np.sqrt(documents / count) <= abs(effect)
 
     assert n >= documents and resolves(n)
     assert n == documents or not resolves(n - 1)
+
+
+@pytest.mark.parametrize("shift", [-0.013, -0.007])
+def test_four_fresh_studies_of_five_resolve_with_the_documents_needed(shift):
+    """Documents whose own shift is `shift` with a spread of .02: from the standard error of 12 of them follows a number of
+    which 80 % of 1,000 fresh studies find the shift."""
+    rng = np.random.default_rng(0)
+
+    def drawn(count):
+        tokens = rng.integers(80, 240, count).astype(float)
+        ends = tokens / np.clip(rng.normal(2.4, 0.3, count), 1.2, None)
+        own = rng.normal(shift, 0.02, count) * ends.sum() / tokens.sum()
+        return Sums(tokens, (ends * (1 - own))[:, None]), Sums(tokens, ends[:, None])
+
+    pilots = [Resampler(12, 2, 0).shift(*drawn(12), 1).se for _ in range(400)]
+    se = np.sqrt(np.mean(np.square(pilots)))
+    n = documents_needed(se, 12, shift)
+    assert n > 12
+    found = [Resampler(n, 200, seed).shift(*drawn(n), 1).excludes_zero for seed in range(1000)]
+    assert 0.75 <= np.mean(found) <= 0.85, np.mean(found)
 
 
 def test_documents_needed_has_no_answer_without_effect_or_spread():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -9,10 +10,18 @@ import pytest
 from conftest import VOCAB, save_model
 from test_cli import run
 
-from specq.command import resolve
+from specq import command, decision, pairs
+from specq.capacity import Load
+from specq.capacity_command import capacity_command
+from specq.command import resolve, study_command
 from specq.config import StudyConfig
+from specq.engines.vllm.validate import own_pair
+from specq.errors import SpecqError
+from specq.finished import load
+from specq.kv import get_format
 from specq.report.schema import Recommendation, SpeculationProfile
 from specq.study import run_study
+from specq.vllm_options import NO_SELF_SPECULATION
 
 SMALL = [
     "--num-prompts",
@@ -165,7 +174,7 @@ def test_another_configuration_into_the_same_directory_is_refused(finished):
     assert out.returncode == 2 and (strange / "mine.txt").read_text() == "kept"
 
 
-def small_study(tmp_path, pair=None, dtypes=("fp8",), **options):
+def small_study(tmp_path, pair=None, dtypes=("fp8",), resume=False, **options):
     """Run a study on random models in this process; returns (study, its folder)."""
     from specq.progress import Reporter
 
@@ -176,7 +185,7 @@ def small_study(tmp_path, pair=None, dtypes=("fp8",), **options):
         base |= {"target": str(pair[0]), "draft": str(pair[1])}
     config, directories = resolve(base | options, list(dtypes))
     folder = tmp_path / "out"
-    return run_study(config, directories, folder, False, Reporter(quiet=True)), folder
+    return run_study(config, directories, folder, False, Reporter(quiet=True), resume=resume), folder
 
 
 @pytest.fixture
@@ -196,6 +205,56 @@ def test_own_models_and_prompts(tmp_path, word_prompts):
     rec = study.recommendations["int8_per_token_head"]
     assert rec.pair == "t+d" and rec.prompts == 6 and math.isfinite(rec.mu_shift.value)
     assert strict_json(folder / "study.json")["prompts"]["kept"] == 6
+
+
+def test_own_models_are_no_registered_pair(tmp_path, word_prompts, monkeypatch):
+    """With both sides given study.json names no registered pair and the default directory has theirs. A study that an older
+    version recorded as `tiny` is the same study: the same command shows it."""
+    pair = (save_model(tmp_path / "t", seed=1), save_model(tmp_path / "d", seed=2))
+    study, folder = small_study(tmp_path, pair, prompts=str(word_prompts))
+    written = strict_json(folder / "study.json")
+    assert written["configuration"]["pair"] is None
+    options = study.config.model_dump(exclude={"dtypes"}) | {"pair": "tiny"}
+    options = {k: v for k, v in options.items() if not k.endswith("sha256")}
+    monkeypatch.setattr(command, "_run", lambda config, directories, out, *_, **__: started.append(str(out)))
+    started = []
+    study_command(options, ["fp8"], None)
+    assert started == ["runs/t+d-fp8"]
+    written["configuration"]["pair"] = "tiny"
+    (folder / "study.json").write_text(json.dumps(written))
+    study_command(options, ["fp8"], folder)
+    assert started == ["runs/t+d-fp8"] and load(folder).config == study.config
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_target_that_drafts_for_itself(tmp_path, word_prompts, monkeypatch, capsys, registered):
+    """One copy of the weights, on the command line (--draft self) and as a registered pair's kind alike: memory counts it once,
+    and nothing is written for vLLM, which would load it twice; validate refuses in the same words."""
+    target = save_model(tmp_path / "t", seed=1)
+    geometry = (
+        "layers = 2, hidden = 32, intermediate = 48, heads = 4, kv_heads = 2, head_dim = 8, vocab = 48, tied = false"
+    )
+    (tmp_path / "pairs.toml").write_text(
+        f"[tiny]\nsummary = 'x'\ntarget.path = '{target}'\ntarget.geometry = {{ {geometry} }}\ndraft.kind = 'self'\n"
+    )
+    monkeypatch.setattr(pairs, "STUDIES", tmp_path)
+    given = None if registered else (target, "self")
+    study, folder = small_study(tmp_path, given, prompts=str(word_prompts))
+    rec = study.recommendations["fp8_e4m3"]
+    assert rec.vllm is None and f"nothing is written for vLLM: {NO_SELF_SPECULATION}" in rec.warnings
+    heavy = replace(study.facts.target_shape, weights=10**10)  # a number of weights that fills memory
+    facts = replace(study.facts, target_shape=heavy, draft_shape=heavy)
+    once, twice = (Load(heavy, heavy, shared=s).sequences(get_format("fp8"), 2048, facts.server) for s in (True, False))
+    assert decision._fits(facts, get_format("fp8"))[0] == once > twice
+    with pytest.raises(SpecqError, match="nothing to run: " + NO_SELF_SPECULATION):
+        own_pair(load(folder))
+    capsys.readouterr()
+    capacity_command(
+        pair="tiny", target=given and str(target), draft=given and "self", dtypes=[], draft_dtype="bf16", gpus="h100",
+        context=64, sequences=None, weight_bytes=None, utilisation=0.9, reserve_gb=1.0, as_json=True,
+    )  # fmt: skip
+    told = json.loads(capsys.readouterr().out)
+    assert told["server"]["weights_bytes"] == 2 * told["target"]["weights"]
 
 
 def test_unequal_padded_vocabularies_run_and_vllm_is_null(tmp_path, word_prompts):
@@ -297,6 +356,28 @@ def test_one_prompt_gives_nulls_and_a_warning_not_nan(tmp_path):
     assert rec["mu_shift"]["ci95"] == [None, None] and rec["mu_shift"]["se"] is None
     assert rec["mu_shift"]["significant"] is False and any("one document" in w for w in rec["warnings"])
     assert rec["speedup"]["ci95"] == [None, None] and rec["decision"].startswith("measure more")
+
+
+def test_a_text_of_one_token_voids_no_interval(tmp_path, recwarn):
+    """Three prompts, one of which the target answers by EOS: intervals come from the other two and a warning says so; with two
+    prompts one document is left, intervals are null, and that is the reason given."""
+    pair = (save_model(tmp_path / "t", seed=6, scale=3.0), save_model(tmp_path / "d", seed=2, num_hidden_layers=1))
+    rng = np.random.default_rng(0)
+    rows = [{"prompt": " ".join(f"w{i}" for i in rng.integers(3, VOCAB, 12)), "id": f"p{n}"} for n in range(3)]
+    options = dict(prompts=str(tmp_path / "p.jsonl"), output_tokens=48, k_max=4, current_k=3)
+    for count in (3, 2):
+        (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows[-count:])))
+        study, folder = small_study(tmp_path / str(count), pair, num_prompts=count, **options)
+        assert sum(t.positions == 0 for t in study.main.texts) == 1
+        rec = strict_json(folder / "fp8" / "recommendation.json")
+        intervals = [rec["speedup"]["ci95"], rec["break_even"]["speed_ratio_ci95"], rec["mu_shift"]["ci95"]]
+        known = count == 3
+        assert all((x is not None) == known for bounds in intervals for x in bounds)
+        assert any("one document only" in w for w in rec["warnings"]) != known
+        assert ("one document shows no spread" in rec["decision"]) != known
+        assert any(f"1 of {count} texts end at their first token" in w for w in rec["warnings"])
+        assert strict_json(folder / "study.json")["bootstrap"]["documents"] == count - 1
+    assert not [w for w in recwarn.list if issubclass(w.category, RuntimeWarning)]
 
 
 @pytest.mark.parametrize("rule", [("greedy", "standard"), ("probabilistic", "strict")])

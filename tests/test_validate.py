@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,12 +15,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import save_model
+from conftest import VOCAB, save_model
 from test_retune import write_prompts
 from test_study import small_study, strict_json
 from typer.testing import CliRunner
 
-from specq import cli
+from specq import cli, pairs
 from specq.cost import Operating, cycle_times
 from specq.cost.table import read_timings
 from specq.engines.vllm import agreement, command, record, speed
@@ -27,6 +28,7 @@ from specq.engines.vllm.command import cells_of, show, validate_command
 from specq.engines.vllm.plan import Cell, Workload, build, parse_cell
 from specq.engines.vllm.protocol import CellRequest, CellResult, Pass, RequestLog, read_result
 from specq.engines.vllm.runner import finished, lanes, last_words, run_cell, run_cells
+from specq.engines.vllm.shapes import config_directories
 from specq.engines.vllm.validate import Limits, how_to_install
 from specq.errors import SpecqError
 from specq.finished import load, reconfigured
@@ -236,7 +238,7 @@ def test_time_limit_ends_the_whole_process_group(tmp_path, request_of):
 
 CALLER = """
 import functools, sys
-from specq import cli
+from specq import cli, pairs
 from specq.engines.vllm import command
 fake = functools.partial(command.validate_command, command=tuple(sys.argv[1].split("|")), version="0.24.0")
 command.validate_command = fake
@@ -614,6 +616,46 @@ def test_synthetic_sweep_times_a_shape_and_tune_reads_it(study):
     assert cell["speedup_measured"]["steady"] == pytest.approx(1 + asked.sum())  # a cycle is as long as a plain step
 
 
+def test_synthetic_sweep_of_the_studys_own_pair(study, tmp_path):
+    """Without --pair the shapes are those of the models that the study ran, also where no pair is registered for them; where
+    one side is a name alone the sweep says what to give."""
+    made = sweep(study, tmp_path / "s", synthetic=True, num_prompts=8, context=40, ks=[0, 4], dtypes=["fp8"], extra=[],
+                 command=fake("synthetic"))  # fmt: skip
+    root = study.parent
+    assert made["complete"] and (made["workload"]["target"], made["workload"]["draft"]) == (
+        str(root / "t"),
+        str(root / "d"),
+    )
+    cell = "fp8_e4m3-k4-probabilistic"
+    request = CellRequest.model_validate_json((tmp_path / "s" / "cells" / f"{cell}.request.json").read_text())
+    assert request.engine["model"] == str(root / "t") and max(map(max, request.prompts)) < VOCAB
+    with pytest.raises(SpecqError, match="draft org/name is neither a directory nor registered.*--pair"):
+        config_directories(pairs.find(None, str(root / "t"), "org/name"), tmp_path / "x")
+
+
+@pytest.mark.parametrize("synthetic", [False, True])
+def test_a_study_whose_cost_file_is_gone_is_validated_without_a_prediction(study, tmp_path, synthetic):
+    """What the cells measure needs no cost: only the predicted speedup is missing, which a warning says."""
+    folder = shutil.copytree(study, tmp_path / "study", ignore=shutil.ignore_patterns("validation", "synthetic"))
+    written = strict_json(folder / "study.json")
+    written["configuration"] |= {"cost": "gone.json", "cost_sha256": "0"}
+    (folder / "study.json").write_text(json.dumps(written))
+    more = {"context": 40, "command": fake("synthetic")} if synthetic else {}
+    made = sweep(folder, None, synthetic=synthetic, dtypes=["bf16"], extra=[], num_prompts=4, **more)
+    cell = by_name(made)["bf16-k2-probabilistic"]
+    assert made["complete"] and cell["speedup_predicted"] is None and cell["speedup_measured"]["throughput"] > 0
+    assert sum("no speedup is predicted" in w and "gone.json" in w for w in made["warnings"]) == 1
+
+
+def test_a_format_that_the_study_has_not_has_no_recommended_k(study, tmp_path, capsys):
+    """Its best measured K is told, beside no other format's recommendation and without a regret."""
+    assert record.recommended_k(load(study), "int8_per_token_head") is None
+    made = sweep(study, tmp_path / "s", dtypes=["int8"], ks=[0], extra=[], num_prompts=2)
+    block = made["formats"]["int8_per_token_head"]
+    assert block["measured_best_k"] == 0 and block["recommended_k"] is None and block["regret"] is None
+    assert "int8_per_token_head: best measured K = 0; the study does not have this format\n" in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def lookup_study(tmp_path_factory):
     """A finished study of n-gram lookup on a random target that is cold enough to repeat itself now and then."""
@@ -680,7 +722,12 @@ def test_bad_requests_are_refused_before_anything_runs(study, tmp_path):
         ({"synthetic": True, "pair": "tiny", "probe": True}, "--synthetic has neither texts nor probabilities"),
         ({"dtypes": ["int8_per_tensor"]}, "vLLM has no KV cache format"),
         ({"pair": "tiny"}, "belong to --synthetic"),
-        ({"probe": True, "version": "0.33.0"}, "--probe knows the sampler of vLLM 0.24"),
+        (
+            {"probe": True, "version": "0.33.0"},
+            "--probe knows the rejection sampler of vLLM 0.24 and 0.32, not of 0.33.0",
+        ),
+        ({"version": "0.22.1"}, "^the installed vLLM 0.22.1 is older than 0.24"),
+        ({"version": "local"}, "^the installed vLLM 'local' is not a version like 0.32"),
         ({"synthetic": True, "pair": "tiny", "ks": [9]}, "no survival rates"),
     ):
         with pytest.raises(SpecqError, match=message):

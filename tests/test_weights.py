@@ -159,6 +159,21 @@ def test_every_registered_shape_builds(monkeypatch):
         config_of_side(pairs.Side("org/model", False))
 
 
+def test_replacing_one_side_of_a_pair_leaves_the_other_alone():
+    """The side that stays is the registered one, package and shape; the one given has no shape: neither its sizes nor
+    random weights are made of another model's geometry."""
+    gemma, llama = pairs.registry()["gemma270m-ngram"], pairs.registry()["llama70b-1b"]
+    assert pairs.find("gemma270m-ngram", None, "self").target == gemma.target and gemma.target.package
+    mixed = pairs.find("llama70b-1b", "meta-llama/Llama-3.2-3B", None)
+    assert mixed.draft == llama.draft and mixed.defaults == llama.defaults
+    assert mixed.target == pairs.Side("meta-llama/Llama-3.2-3B", False)
+    with pytest.raises(SpecqError, match="shape of meta-llama/Llama-3.2-3B is not registered"):
+        config_of_side(mixed.target)
+    told = pairs.needs(mixed)
+    assert "target: meta-llama/Llama-3.2-3B\n" in told and "1.24 B parameters" in told and "together" not in told
+    assert "together 143.6 GB" in pairs.needs(llama)
+
+
 def test_random_models_decode(tmp_path):
     """A model built from a configuration alone rolls out over a quantized cache, on random prompts."""
     model = load_random("m", CONFIGS["qwen3"]())

@@ -35,6 +35,15 @@ class CostSpec:
         """The GPUs of a roofline, for what fits on them."""
         return Server(self.gpu.name, self.gpus, self.gpu.memory) if self.gpu else None
 
+    def native_fp8(self, measured_on: bool | None) -> bool | None:
+        """Whether the accelerator decided for has FP8 units, given whether the one that measures has.
+
+        None where that is not known: the times of a file may be of any machine.
+        """
+        if self.gpu:
+            return self.gpu.fp8
+        return measured_on if self.kind == "measured" else None
+
 
 def parse_cost(text: str) -> CostSpec:
     """Raises SpecqError with what is accepted when `text` is no cost or names a file that is not there."""

@@ -1,4 +1,4 @@
-"""What people read: plots, a self-contained page, and the lines in the terminal.
+"""What people read: plots and a self-contained page.
 
 Everything is drawn from a study's files, so a page can be made again without running anything again.
 """

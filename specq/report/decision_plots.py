@@ -116,7 +116,7 @@ def at_current(curve: dict) -> tuple[float, float] | None:
     found = curve["break_even"]
     if curve["recommended"] == curve["recommended_bf16"] == found["k"]:
         return None
-    return found["cycle_ratio"], found["emitted_ratio"]
+    return found["cycle_time_ratio"], found["emitted_ratio"]
 
 
 def _percent(ratio: float) -> str:

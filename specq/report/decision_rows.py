@@ -1,6 +1,7 @@
 """Rows of the report about speed and the decision: what the format does to it, point by point and group by group."""
 
-from specq.report.view import BASE, FormatView, Row, interval, number, percent, percents, with_interval
+from specq.analysis import BASE
+from specq.report.view import FormatView, Row, interval, number, percent, percents, with_interval
 
 
 def speed_figures(view: FormatView) -> list[Row]:
@@ -68,7 +69,7 @@ def operating_rows(view: FormatView) -> list[Row]:
                 str(c["recommended"]),
                 f"{c['speedup'][c['recommended']]:.2f}x",
                 number(parts["emitted_ratio"], 4, sign=False),
-                number(parts["cycle_ratio"], 4, sign=False),
+                number(parts["cycle_time_ratio"], 4, sign=False),
                 percent(c["over_bf16"] - 1),
                 bounds,
             )

@@ -8,10 +8,11 @@ import base64
 import shlex
 from pathlib import Path
 
+from specq.analysis import BASE, NULL
 from specq.errors import printable
 from specq.files import write_text
 from specq.report.decision_rows import group_rows, operating_rows, speed_figures
-from specq.report.view import BASE, NULL, UNKNOWN, FormatView, Row, interval, number, percent, percents, with_interval
+from specq.report.view import UNKNOWN, FormatView, Row, interval, number, percent, percents, with_interval
 
 CAPTIONS = {
     "acceptance_curve": "Left: mean accepted tokens per cycle (mu) for every K; its intervals say how well these prompts"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specq.analysis import BASE
 from specq.report.decision_plots import draw_all, write_decision_plots
 from specq.report.position_plots import draw_context, draw_ratios
 from specq.report.style import (
@@ -23,7 +24,7 @@ from specq.report.style import (
     mark_k,
     with_intervals,
 )  # fmt: skip
-from specq.report.view import BASE, FormatView, interval, number, series
+from specq.report.view import FormatView, interval, number, series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

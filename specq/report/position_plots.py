@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.stats import t as student
 
+from specq.analysis import BASE, NULL
 from specq.report.style import (
     BASELINE,
     BLACK,
@@ -18,7 +19,7 @@ from specq.report.style import (
     outline,
     percent_axis,
 )  # fmt: skip
-from specq.report.view import BASE, NULL, FormatView, number
+from specq.report.view import FormatView, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BASE, NULL = "bf16+bf16", "null"
+from specq.analysis import BASE
+
 UNKNOWN = {"value": None, "se": None, "ci95": [None, None]}
 MAIN_TEXTS = ("same", "given")
 Row = tuple[str, ...]

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from specq.analysis import BASE
-from specq.prompts import Text
 from studies.claims.outliers import outliers_and_scales
 from studies.claims.settings import (
     E4M3,
@@ -95,19 +94,13 @@ def _of_outliers(m: Studies) -> str:
 
 
 def _of_cut_cycles(m: Studies) -> str:
-    """Why a mu can stand above K."""
-    above = [s for s in m.values() if s.mu() > s.k]
-    return " ".join(
-        f"A mu above K ({s.about}): {sum(_ends_inside(t, s.k) for t in s.analysis.texts)} of its {len(s.analysis.texts)} texts"
-        " ended by EOS inside a cycle, whose tokens count and whose end does not"
-        " ([the method](../../../docs/method.md#the-chain)); its shifts compare arms on the same texts, cut alike."
-        for s in above
+    """How the tokens per cycle of a target drafting for itself are counted."""
+    if not (own := [s.about for s in m.values() if s.counts_cut_cycles]):
+        return ""
+    return (
+        f"Of the {listed(own)} cycles that the texts' ends cut are counted whole: nearly all have K + 1 tokens, so tokens over"
+        " cycles ended would hang on where in a cycle the texts end ([the method](../../../docs/method.md#the-chain))."
     )
-
-
-def _ends_inside(text: Text, k: int) -> bool:
-    """Whether EOS cuts a cycle of a draft that is always accepted: such a cycle is k + 1 tokens."""
-    return text.ended and text.positions % (k + 1) > 0
 
 
 def context(m: Studies) -> Claim:

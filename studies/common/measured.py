@@ -8,6 +8,7 @@ import numpy as np
 
 from specq import files, finished
 from specq.analysis import BASE, NULL, Analysis
+from specq.pairs import SELF
 from specq.stats import Estimate, Sums
 
 LOGGED = ("alpha", "kl", "top1_agrees", "position")
@@ -58,26 +59,40 @@ class Measured:
         """Names of the documents, in the order of the resampling."""
         return list(dict.fromkeys(t.prompt.document for t in self.analysis.texts))
 
+    @property
+    def counts_cut_cycles(self) -> bool:
+        """Whether cycles that texts' ends cut count whole: where a target drafts for itself nearly all have K + 1 tokens,
+        so that it matters where in a cycle a text ends (docs/method.md)."""
+        return self.study["configuration"]["draft"] == SELF
+
+    def cycles(self, arm: str) -> Sums:
+        """Tokens and cycles per document at K = k."""
+        if self.counts_cut_cycles:
+            return self.analysis.whole(arm, self.k)
+        sums = self.analysis.arms[arm].sums
+        return Sums(sums.tokens, sums.ends[:, self.k - 1 : self.k])
+
     def mu(self, arm: str = BASE) -> float:
         """Accepted per cycle at K = k."""
-        return self.analysis.arms[arm].emitted(self.k) - 1
+        sums = self.cycles(arm)
+        return float(sums.tokens.sum() / sums.ends.sum() - 1)
 
     def mu_estimate(self, arm: str) -> Estimate:
         """The same with its interval, cut at the values mu can take."""
-        e = self.analysis.resampler.emitted(self.analysis.arms[arm].sums, self.k)
+        e = self.analysis.resampler.emitted(self.cycles(arm), 1)
         return Estimate(e.value - 1, e.se, max(e.lo - 1, 0.0), min(e.hi - 1, float(self.k)))
 
     def shift(self, arm: str) -> Estimate:
         """mu(arm) - mu(bf16+bf16), paired."""
-        return self.analysis.shift(arm, self.k)
+        return self.mu_difference(arm, BASE)
 
     def null(self) -> Estimate:
         """The null arm's shift."""
-        return self.analysis.shift(NULL, self.k)
+        return self.mu_difference(NULL, BASE)
 
     def mu_difference(self, arm: str, other: str) -> Estimate:
         """mu(arm) - mu(other), paired."""
-        return self.analysis.resampler.shift(self.analysis.arms[arm].sums, self.analysis.arms[other].sums, self.k)
+        return self.analysis.resampler.shift(self.cycles(arm), self.cycles(other), 1)
 
     def mean_difference(self, column: str, arm: str, other: str, where: np.ndarray | None = None) -> Estimate:
         """Mean over positions of a column in `arm` minus that in `other`, paired."""
@@ -115,12 +130,8 @@ class Measured:
 def change_of_shift(now: Measured, before: Measured, arm: str) -> Estimate:
     """Shift of mu in one study minus that in another over the same documents, paired."""
     _same_documents(now, before)
-    parts = [
-        (s, m.analysis.arms[a].sums)
-        for m, sign in ((now, 1.0), (before, -1.0))
-        for a, s in ((arm, sign), (BASE, -sign))
-    ]
-    return now.analysis.resampler.combination(parts, now.k)
+    parts = [(s, m.cycles(a)) for m, sign in ((now, 1.0), (before, -1.0)) for a, s in ((arm, sign), (BASE, -sign))]
+    return now.analysis.resampler.combination(parts, 1)
 
 
 def change_of_mean(now: Measured, before: Measured, column: str, arm: str) -> Estimate:

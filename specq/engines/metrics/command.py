@@ -20,7 +20,7 @@ from specq.terminal import Terminal
 
 
 def read(paths: Sequence[Path], model: str | None = None) -> Reading:
-    """One Reading from files of one kind: scrapes in order of time, or results, logs and histograms to be pooled.
+    """One Reading from files of one kind: scrapes in order of time; or benchmark results, logs, or histograms to be pooled.
 
     Raises SpecqError for files of mixed kinds, and for scrapes of several models of which none is chosen.
     """
@@ -28,6 +28,8 @@ def read(paths: Sequence[Path], model: str | None = None) -> Reading:
     others = [other_reading(text, path.name) for path, text in texts]
     if model is not None and any(o is not None for o in others):
         raise SpecqError("--model chooses among the models of Prometheus text; these files have one reading each")
+    if len({o and o.unit for o in others}) > 1:  # their scatter would be of unlike things
+        raise SpecqError("give files of one kind: Prometheus text, benchmark results, logs, or histograms of requests")
     if all(o is not None for o in others):
         return Reading(
             ", ".join(o.source for o in others),
@@ -36,8 +38,6 @@ def read(paths: Sequence[Path], model: str | None = None) -> Reading:
             all(o.exact for o in others),
             others[0].unit,
         )
-    if any(o is not None for o in others):
-        raise SpecqError("give files of one kind: Prometheus text, or benchmark results, logs and histograms")
     readings = difference([(path.name, parse(text, path.name)) for path, text in texts])
     return readings[chosen(readings, model)]
 

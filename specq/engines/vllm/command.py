@@ -18,6 +18,7 @@ from specq.engines.vllm.validate import (
     Validation,
     cells_folder,
     installed_version,
+    own_pair,
     synthetic_workload,
     workload,
 )
@@ -25,9 +26,9 @@ from specq.errors import SpecqError
 from specq.finished import Finished, load, reconfigured
 from specq.progress import Reporter
 from specq.terminal import Terminal
-from specq.vllm_options import PROBED, parse_version
+from specq.vllm_options import parse_version, why_not_probed
 
-MAX_EXTRA_K = (2, 4, 8)
+FURTHER_KS = (2, 4, 8)  # run beside the K in use and the recommended ones, as far as the study measured them
 
 
 def cells_of(found: Finished, dtypes: Sequence[str], ks: Sequence[int] | None, extra: Sequence[str]) -> list[Cell]:
@@ -41,8 +42,8 @@ def cells_of(found: Finished, dtypes: Sequence[str], ks: Sequence[int] | None, e
 
         formats = [f for n in dict.fromkeys(["bf16", *config.dtypes]) if (f := get_format(n)).vllm]
     if ks is None:
-        known = [recommended_k(found, f.name) for f in formats if f.name == "bf16" or f.name in config.dtypes]
-        ks = sorted({config.current_k, *known, *(k for k in MAX_EXTRA_K if k <= config.k_max)})
+        recommended = {recommended_k(found, f.name) for f in formats} - {None}
+        ks = sorted({config.current_k, *recommended, *(k for k in FURTHER_KS if k <= config.k_max)})
     if ks and min(ks) < 0:
         raise SpecqError("--k takes numbers of drafted tokens, 0 for plain decoding")
     return grid(formats, ks, found.drafting, [parse_cell(c, found.drafting) for c in extra])
@@ -96,6 +97,7 @@ def validate_command(
     """Run or continue a sweep and print its answer; returns validation.json's content. See `specq validate --help`."""
     found = load(study_dir)
     version = version or installed_version()
+    parse_version(version, "the installed vLLM")
     if device:
         found.config = validated(found.config.model_dump() | {"device": device})
     _refuse_senseless(
@@ -108,9 +110,8 @@ def validate_command(
         )
     out = out or study_dir / ("synthetic" if synthetic else "validation")
     cells = cells_of(found, dtypes, ks, extra)
-    if probe and parse_version(version) not in PROBED:
-        known = ", ".join(".".join(map(str, v)) for v in PROBED)
-        raise SpecqError(f"--probe knows the sampler of vLLM {known}, not of {version}")
+    if probe and (why := why_not_probed(version)):
+        raise SpecqError(f"--probe {why}")
     if probe and tensor_parallel > 1:
         raise SpecqError("--probe records in one process: use it with --tensor-parallel 1")
     if found.lookup and (synthetic or probe):
@@ -122,7 +123,7 @@ def validate_command(
         tensor_parallel=tensor_parallel, memory_share=memory_share,
     )  # fmt: skip
     if synthetic:
-        shape = pairs.find(pair, None, None) if pair else pairs.find(found.config.pair, None, None)
+        shape = pairs.find(pair, None, None) if pair else own_pair(found)
         context = context or found.config.context[0]
         work = synthetic_workload(
             found, cells, shape, out, version, num_prompts or 2 * common["batch"], context, **common
@@ -196,7 +197,11 @@ def regret_sentence(f: Mapping[str, Any]) -> str:
     def lost(x: float | None) -> str:
         return "not measured" if x is None else f"{100 * x:.1f} %"
 
-    said = f"best measured K = {f['measured_best_k']}, recommended {f['recommended_k']}, regret {lost(f['regret'])}"
+    said = f"best measured K = {f['measured_best_k']}"
+    if f["recommended_k"] is None:
+        said += "; the study does not have this format"
+    else:
+        said += f", recommended {f['recommended_k']}, regret {lost(f['regret'])}"
     if f["spread_of_repeats"] is not None:
         said += f" (repeats scatter by {100 * f['spread_of_repeats']:.1f} %)"
     if new := f.get("retuned"):

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from specq.vllm_options import PROBED, parse_version
+from specq.vllm_options import why_not_probed
 
 # vllm/v1/sample/rejection_sampler.py, 0.24 and 0.32
 SIGNATURE = (
@@ -125,12 +125,13 @@ class Recorder:
         self._files += 1
 
 
+def _check_version(version: str) -> None:
+    if why := why_not_probed(version):
+        raise ProbeError(f"specq's probe {why}: unset SPECQ_PROBE")
+
+
 def _check(version: str, sampler: ModuleType, runner: type) -> None:
-    if parse_version(version) not in PROBED:
-        known = ", ".join(".".join(map(str, v)) for v in PROBED)
-        raise ProbeError(
-            f"specq's probe knows the rejection sampler of vLLM {known}, not of {version}: unset SPECQ_PROBE"
-        )
+    _check_version(version)
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0":
         raise ProbeError(
             "specq's probe reads the V1 model runner only: set VLLM_USE_V2_MODEL_RUNNER=0, or unset SPECQ_PROBE"
@@ -187,10 +188,7 @@ def register(load: Callable[[], tuple[str, ModuleType, type]] | None = None) -> 
 def _vllm() -> tuple[str, ModuleType, type]:
     import vllm
 
-    parse = parse_version(vllm.__version__)
-    if parse not in PROBED:  # before importing modules that another version may not have
-        known = ", ".join(".".join(map(str, v)) for v in PROBED)
-        raise ProbeError(f"specq's probe knows the rejection sampler of vLLM {known}, not of {vllm.__version__}")
+    _check_version(vllm.__version__)  # before importing modules that another version may not have
     import vllm.v1.sample.rejection_sampler as sampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 

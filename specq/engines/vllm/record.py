@@ -219,11 +219,14 @@ def _retuned_k(v: "Validation", cell: Cell, timings: dict | None, k_max: int) ->
     return speed_curve(analysis.emitted_curve(arm)[ks], analysis.emitted_draws(arm)[:, ks], cost, at).best
 
 
-def recommended_k(found: Finished, fmt: str) -> int:
-    """The K that the study recommends for a format; for BF16, unless it has its own, what its baseline would take."""
+def recommended_k(found: Finished, fmt: str) -> int | None:
+    """The K that the study recommends for a format; for BF16, unless it has its own, what its baseline would take. None for a
+    format that the study does not have."""
     directory = found.study["directories"].get(fmt)
-    if directory is None:
+    if directory is None and fmt == "bf16":
         return next(iter(found.study["decisions"].values()))["recommended_for_baseline"]
+    if directory is None:
+        return None
     rec = files.read_json(found.folder / directory / "recommendation.json")
     return int(rec["recommended_num_speculative_tokens"])
 
@@ -279,7 +282,9 @@ def _warnings(v: "Validation") -> list[str]:
             f"texts of {v.work.longest} tokens come close to the models' {v.work.positions} positions: there vLLM stops"
             f" drafting for the whole batch, and at K = {max(cut)} acceptance is lower for that reason alone"
         )
-    if v.cost is not None:
+    if v.cost is None:
+        out.append(f"the study's cost, {config.cost}, cannot be had here: no speedup is predicted (--cost gives one)")
+    else:
         points = [Operating(v.work.batch, v.context, c.fmt.name, "bf16") for c in v.cells if _is_main(v, c)]
         out += v.cost.caveats(points, max(c.k for c in v.cells))
     if v.work.probe:

@@ -1,9 +1,10 @@
-"""Model directories that hold a config.json alone, for sweeps with dummy weights."""
+"""Model directories whose config.json alone is read, for sweeps with dummy weights."""
 
 from pathlib import Path
 
 from specq import files, pairs
 from specq.errors import SpecqError
+from specq.shape import ModelShape, shape_of_source
 
 
 def llama_config(shape: pairs.Shape) -> dict:
@@ -30,19 +31,24 @@ def llama_config(shape: pairs.Shape) -> dict:
     }
 
 
-def config_directories(pair: pairs.Pair, folder: Path) -> tuple[tuple[str, str], pairs.Shape]:
-    """((target, draft) directories, target's shape) with a config.json each: the pair's own where it is local.
+def config_directories(pair: pairs.Pair, folder: Path) -> tuple[tuple[str, str], ModelShape]:
+    """((target, draft) directories, target's shape) with a config.json each: the pair's own where it is local, else one of the
+    registered geometry.
 
-    Raises SpecqError for a side without a registered geometry, and for unequal vocabularies, which vLLM refuses.
+    Raises SpecqError for a side with neither, and for unequal vocabularies, which vLLM refuses.
     """
     found, shapes = [], []
     for role, side in (("target", pair.target), ("draft", pair.draft)):
-        if side.shape is None:
-            raise SpecqError(f"the {role} {side.source} has no registered geometry: `specq pairs` lists what has")
-        shapes.append(side.shape)
-        if side.local:
+        if side.local and Path(side.source).is_dir():
+            shapes.append(shape_of_source(side.source))
             found.append(str(Path(side.source).resolve()))
             continue
+        if side.shape is None:
+            raise SpecqError(
+                f"the {role} {side.source} is neither a directory nor registered, so its shape is not known: choose one with"
+                " --pair, `specq pairs` lists them"
+            )
+        shapes.append(ModelShape.of_registered(side.shape))
         path = folder / role
         files.make_directory(folder)
         path.mkdir(exist_ok=True)

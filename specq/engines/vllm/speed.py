@@ -52,8 +52,8 @@ def spread(values: Sequence[float]) -> float | None:
     return float(np.std(values, ddof=1) / np.mean(values)) if len(values) > 1 else None
 
 
-def regret(throughput: Mapping[int, Sequence[float]], recommended: int) -> dict:
-    """The K truly best among those measured, and what the recommended one loses against it.
+def regret(throughput: Mapping[int, Sequence[float]], recommended: int | None) -> dict:
+    """The K truly best among those measured, and what the recommended one (None where there is none) loses against it.
 
     throughput: K -> tokens per second of every repeat.
     """

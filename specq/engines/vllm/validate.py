@@ -20,7 +20,7 @@ from specq.engines.vllm.shapes import config_directories
 from specq.errors import SpecqError
 from specq.finished import Finished
 from specq.progress import Reporter
-from specq.vllm_options import parse_version
+from specq.vllm_options import NO_SELF_SPECULATION
 
 
 @dataclass(frozen=True)
@@ -68,25 +68,28 @@ def has_gpu() -> bool:
     return Path("/proc/driver/nvidia/version").exists()
 
 
+def own_pair(found: Finished) -> pairs.Pair:
+    """The study's pair. Raises SpecqError where vLLM has nothing like it."""
+    config = found.config
+    pair = pairs.find(config.pair, config.target, config.draft)
+    if pair.draft.source == pairs.SELF:
+        raise SpecqError(f"nothing to run: {NO_SELF_SPECULATION}")
+    return pair
+
+
 def workload(found: Finished, version: str, num_prompts: int | None, **options: object) -> Workload:
     """The study's own prompts, sampling and pair as vLLM is to run them."""
     texts = found.material.main.texts[:num_prompts]
-    facts = found.facts(found.config)
-    pair = pairs.find(found.config.pair, found.config.target, found.config.draft)
-    if pair.draft.source == pairs.SELF:
-        raise SpecqError(
-            "vLLM has no self-speculation, a target that drafts with a KV format of its own: nothing to run"
-        )
-    if found.lookup is None and facts.target_vocab != facts.draft_vocab:
-        raise SpecqError(
-            f"vLLM refuses draft_model pairs of unequal vocabulary size ({facts.target_vocab} and {facts.draft_vocab})"
-        )
+    pair = own_pair(found)
+    sizes = [found.study["pair"]["vocabulary"][f"{role}_logits"] for role in ("target", "draft")]
+    if found.lookup is None and sizes[0] != sizes[1]:
+        raise SpecqError(f"vLLM refuses draft_model pairs of unequal vocabulary size ({sizes[0]} and {sizes[1]})")
     limits = [s.max_positions for s in found.shapes if s and s.max_positions]
     return Workload(
         models=pairs.locate(pair),
         prompts=[list(t.prompt.tokens) for t in texts],
         documents=[t.prompt.document for t in texts],
-        transform=facts.transform,
+        transform=found.transform,
         output_tokens=found.config.output_tokens,
         version=version,
         positions=min(limits) if limits else None,
@@ -110,10 +113,10 @@ def synthetic_workload(
         models=models,
         prompts=prompts,
         documents=[f"random {i}" for i in range(num_prompts)],
-        transform=found.facts(found.config).transform,
+        transform=found.transform,
         output_tokens=found.config.output_tokens,
         version=version,
-        positions=shape.positions,
+        positions=shape.max_positions,
         survival=survival,
         **options,
     )
@@ -149,7 +152,6 @@ class Validation:
         """The content of validation.json, which is also written."""
         files.make_directory(self.out)
         if not self.work.synthetic:
-            parse_version(self.work.version)
             self.reporter.note(
                 f"vLLM {self.work.version}: {len(self.cells)} cells, texts of up to {self.work.longest} tokens"
             )
@@ -173,8 +175,7 @@ class Validation:
         return self._write()
 
     def _replay(self) -> None:
-        facts = self.found.facts(self.found.config)
-        replayer = Replayer(self.found.config, facts.transform, self.work.version, self.reporter)
+        replayer = Replayer(self.found.config, self.found.transform, self.work.version, self.reporter)
         for cell in self.cells:
             result = self.outcomes[cell.name].result
             if result is None or not cell.k or not agreement.counted(result.requests):
