@@ -24,6 +24,7 @@ def bench_scoring(pair: str = "llama8b-1b", tokens: str = "32768", texts: str = 
     from specq.progress import Reporter
     from specq.replay import Arm, Setting, score_texts
     from specq.rules import Rule, Transform
+    from specq.summary import environment
 
     if not torch.cuda.is_available():
         raise SpecqError("the scoring bench needs a CUDA GPU")
@@ -68,6 +69,7 @@ def bench_scoring(pair: str = "llama8b-1b", tokens: str = "32768", texts: str = 
         "pair": pair,
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
+        "environment": environment(models.target),
         "tokens": int(tokens),
         "texts": int(texts),
         "backends": {r: m.backend.name for r, m in models.by_role.items()},

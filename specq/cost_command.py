@@ -47,7 +47,8 @@ def cost_command(
     main, second = pair_shapes(pair, target, draft, weight_bytes)
     file = read_file(str(timings))
     shapes = {"target": main} | ({"draft": second} if second else {})
-    found = fit(file.records, shapes, gpu, count, timings.name, file.share_of, _share(share, file, count))
+    names = f"{timings.name} and {share.name}" if share else timings.name
+    found = fit(file.records, shapes, gpu, count, names, file.share_of, _share(share, file, count))
     found.check(timings)
     if out is not None:
         files.write_text(out, as_toml(replace(gpu, efficiency=found.efficiency)))
@@ -102,7 +103,7 @@ def show(console: Terminal, found: Calibration) -> None:
 
 def factor_table(found: Calibration) -> Table:
     """Every fitted factor beside what was assumed."""
-    title = f"efficiency factors from {len(found.timings)} timings of {found.file}"
+    title = f"efficiency factors from {len(found.timings) + len(found.beside)} timings of {found.file}"
     table = _table(title, ["factor", "", "assumed", "found", "by the timings"])
     for name, share in found.share.items():
         before, after = (_factor(name, getattr(e, name)) for e in (found.assumed, found.efficiency))

@@ -195,7 +195,7 @@ def scoring(made: dict) -> str:
         "",
         f"## Scoring throughput, {made['pair']} with random weights",
         "",
-        f"{made['gpu']}, torch {made['torch']}, `specq bench scoring`: {made['tokens']:,} tokens in {made['texts']} texts,",
+        f"{made['gpu']}, torch {made['torch']}, {_scoring_made(made)}: {made['tokens']:,} tokens in {made['texts']} texts,",
         f"half of each its prompt; bf16 matrix product {made['matrix_tflops']:.0f} TFLOP/s in the same run. Operations are",
         "those of matrix products and causal attention of target and draft; the share of target passes alone is beside it.",
         "",
@@ -209,6 +209,17 @@ def scoring(made: dict) -> str:
             f" {100 * run['share_of_matrix_rate']:.0f} % | {passes} | {run['peak_gb']:.1f} GB |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _scoring_made(made: dict) -> str:
+    """How and when; results from before the bench kept that were committed on the day that is named."""
+    if e := made.get("environment"):
+        return f"transformers {e['transformers']}, specq {e['specq']}, {e['date']}, `{e['command']}`"
+    default = ":".join(["specq bench scoring", made["pair"], str(made["tokens"]), str(made["texts"])])
+    return (
+        "kept on 2026-11-30 with specq 0.1.0 (its file has no date, transformers version or command;"
+        f" `{default}` times the same)"
+    )
 
 
 def main() -> None:

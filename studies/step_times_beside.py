@@ -127,13 +127,18 @@ def ratios(times: Mapping[tuple[str, int], float]) -> list[str]:
 
 
 def left_out(made: Mapping[str, Any]) -> Sequence[str]:
-    """The cells that did not run, or too shortly."""
-    missing = [
-        f"{c['name']} ({c['status'] if c['status'] != 'ok' else 'too few steady steps'})"
-        for c in made["cells"]
-        if c["status"] != "ok" or not c["speed"]["cycle_seconds_repeats"]
+    """The cells that did not run, or too shortly, with why; and that nothing else was asked for."""
+    why: dict[str, list[str]] = {}
+    for c in made["cells"]:
+        if c["status"] != "ok" or not c["speed"]["cycle_seconds_repeats"]:
+            reason = "too few steady steps" if c["status"] == "ok" else c.get("error") or c["status"]
+            why.setdefault(reason, []).append(c["name"])
+    work, ks = made["workload"], sorted({c["num_speculative_tokens"] for c in made["cells"]})
+    return [
+        *(f"- Not measured: {', '.join(names)} ({reason})." for reason, names in why.items()),
+        f"- Not made: batches other than {work['requests_in_flight']}, contexts other than {work['context']:,}, K other than"
+        f" {', '.join(map(str, ks))}.",
     ]
-    return [f"- Not measured: {', '.join(missing)}."] if missing else []
 
 
 def study_section(study: Mapping[str, Any], steps: Steps) -> list[str]:

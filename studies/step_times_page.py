@@ -15,8 +15,8 @@ from specq.cost.table import TableCost, Timing, TimingFile, read_file
 from specq.shape import ModelShape
 from studies.common.curves import best_k, emitted
 from studies.common.results import wrapped
-from studies.common.steps import Steps, key, whole_steps
-from studies.step_times import BATCHES, CONTEXTS, FORMATS, MEMORY, NEW, fitting, groups, missing
+from studies.common.steps import Steps, drift, key, whole_steps
+from studies.step_times import BATCHES, CONTEXTS, FORMATS, MEMORY, NEW, TIMED, fitting, groups, missing
 from studies.step_times_beside import communication_section, study_section, vllm_section
 
 ALPHAS, K_MAX = (0.6, 0.7, 0.8, 0.9), NEW[-1] - 1
@@ -72,7 +72,7 @@ def page(pair: str, folder: Path) -> None:
         f" be better); behind it the best speedup. Times between {', '.join(map(str, NEW))} new tokens are interpolated, and"
         " times that fall with more new tokens evened out (noise); the draft's cache is BF16. Repeats scatter by"
         f" {100 * scatter(records):.1f} % (median of the relative standard deviations), but points that were not timed together"
-        f" by more: {drift(times)}",
+        f" by more: {drift_told(drift(records))}",
         "",
         *(added_section(steps) if file.share_of else []),
         *gains_section(table, times),
@@ -91,16 +91,12 @@ def scatter(records: Sequence[Timing]) -> float:
     return float(np.median(kept)) if kept else 0.0
 
 
-def drift(times: dict) -> str:
-    """How much a plain step of one row at the second context is below that at the first, where it should be above."""
-    first, second = ([times.get(("target", f, 1, c, 1)) for f in FORMATS] for c in CONTEXTS[:2])
-    falls = [1 - b.seconds / a.seconds for a, b in zip(first, second, strict=True) if a and b]
-    return (
-        f"a plain step of one row at {CONTEXTS[1]:,} tokens comes out up to {100 * max(falls):.1f} % below that at"
-        f" {CONTEXTS[0]:,}."
-        if falls and max(falls) > 0
-        else "none is seen here."
-    )
+def drift_told(found: float) -> str:
+    """In words."""
+    if not found:
+        return "none is seen here."
+    first, second = CONTEXTS[:2]
+    return f"a plain step of one row at {second:,} tokens comes out up to {100 * found:.1f} % below that at {first:,}."
 
 
 def more(folder: Path, steps: Steps, pair: str) -> list[str]:
@@ -206,7 +202,7 @@ def calibration_section(calibration: Calibration, times: dict, before: dict, aft
         )
     ratios = [format_ratio_error(after, at) for at in after if at[1] != "bf16" and of_bf16(at) in after]
     rows = [("target", f"{n} new" if n == 1 else f"{n} new (K = {n - 1})", n) for n in NEW]
-    rows += [("draft", "draft, 1 new", 1)]
+    rows += [("draft", f"draft, {n} new", n) for n in TIMED["draft"][1]]
     return [
         f"## The roofline beside all {len(after)} points",
         "",

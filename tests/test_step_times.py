@@ -144,6 +144,8 @@ def test_the_page_of_a_share_says_what_was_not_measured(tmp_path):
         "The times hardly tell from the other factors: link, reduce_seconds",
     ):
         assert says in text, says
+    points = dict(re.findall(r"\| (draft, \d new|\d new[^|]*|all) \| (\d+) \|", text))
+    assert int(points.pop("all")) == len(records) == sum(map(int, points.values())) and "draft, 2 new" in points
     last = re.findall(r"\| (all|speedup at K = 8) \| \d+ \|[^|]*\| [+-](\d\.\d) %, (\d\.\d) %", text)
     assert [name for name, *_ in last] == ["all", "speedup at K = 8"]
     assert all(float(x) <= 0.3 for _, *errors in last for x in errors)  # the factors' small pull towards the assumed
@@ -219,8 +221,11 @@ def test_the_engines_cycles_stand_beside_ones_own(tmp_path):
         })  # fmt: skip
     cells[0].pop("speedup_measured")  # as where plain decoding did not finish
     int8 = {"target_kv_dtype": "int8_per_token_head", "num_speculative_tokens": 0}
-    cells.append(int8 | {"name": "int8-k0", "status": "pending"})
-    cells.append(int8 | {"name": "int8-k2", "status": "ok", "speed": {"cycle_seconds_repeats": None}})
+    cells.append(int8 | {"name": "int8-k0", "status": "pending", "error": "out of time"})
+    cells.append(
+        int8
+        | {"num_speculative_tokens": 2, "name": "int8-k2", "status": "ok", "speed": {"cycle_seconds_repeats": None}}
+    )
     engine = {"vllm": "0.24.0", "versions": {"torch": "2"}, "device": "H200", "dates": ["today"], "timing_mode": "graphs",
               "tensor_parallel_size": 2}  # fmt: skip
     made = {
@@ -234,7 +239,8 @@ def test_the_engines_cycles_stand_beside_ones_own(tmp_path):
     assert f"| fp8_e4m3 | 4 | FLASH_ATTN | {2e3 * own:.1f} (62) | {1e3 * own:.1f} | -50 % | 2.300 | 1.25 |" in text
     ratio = 2 * own / (times["target", "bf16", 5] + 4 * times["draft", "bf16", 1] + 1e-3)
     assert f"fp8_e4m3 at K = 4: a cycle takes {ratio:.2f} times BF16's" in text
-    assert "Not measured: int8-k0 (pending), int8-k2 (too few steady steps)" in text
+    assert "Not measured: int8-k0 (out of time)." in text and "Not measured: int8-k2 (too few steady steps)." in text
+    assert "Not made: batches other than 32, contexts other than 2,048, K other than 0, 2, 4." in text
 
 
 def test_the_kept_page_is_written_from_the_kept_files(tmp_path):

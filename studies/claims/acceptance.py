@@ -1,35 +1,25 @@
 """Claims about acceptance, judged on studies: every function takes what was measured, by name, and gives a Claim."""
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Sequence
 
 from specq.analysis import BASE
+from studies.claims.outliers import outliers_and_scales
+from studies.claims.settings import (
+    E4M3,
+    E5M2,
+    FAR,
+    INT8_MIXED,
+    INT8_TENSOR,
+    INT8_TOKEN,
+    NEAR,
+    PLAIN,
+    STRESSED,
+    Studies,
+    alone,
+    listed,
+)
 from studies.common.measured import Measured, change_of_difference, change_of_mean, change_of_shift
 from studies.common.results import CONFIRMED, DEPENDS, REFUTED, Claim, Table, verdict
-from studies.common.runs import read_config
-from studies.common.stress import CHANNELS, HEAD
-
-Studies = Mapping[str, Measured]
-CONTEXT = Path(__file__).parents[1] / "context" / "config.toml"  # the study that stresses keys by other factors
-FACTOR = 256  # of the stressed keys
-PLAIN, STRESSED = "outliers-1", f"outliers-{FACTOR}"
-NEAR, FAR = "context-256", "context-2048"
-E4M3, E5M2 = "fp8_e4m3", "fp8_e5m2"
-INT8_TOKEN, INT8_TENSOR, INT8_CHANNEL, INT8_MIXED = (
-    "int8_per_token_head", "int8_per_tensor", "int8_per_channel", "int8_k_channel_v_token",
-)  # fmt: skip
-BY_CHANNEL = (INT8_CHANNEL, INT8_MIXED)  # formats whose keys have a scale per channel
-REMAINS = 0.1  # of the loss that outliers cause: what a rescue may leave
-
-
-def alone(fmt: str) -> str:
-    """The arm whose target's cache alone has the format."""
-    return f"{fmt}+bf16"
-
-
-def listed(names: list[str]) -> str:
-    """Names for a sentence."""
-    return ", ".join(names) if names else "none"
 
 
 def drafts_for_itself(study: Measured) -> bool:
@@ -70,7 +60,7 @@ def sizes_of_the_loss(m: Studies) -> Claim:
         REFUTED: "Losses of this size were not seen in any setting.",
         DEPENDS: f"Reached by: {listed([f'{s.about} ({arm})' for s, arm in where])}.{_on_what(m, where)}",
     }[said]
-    why += _of_outliers(m)
+    why += shared_documents(list(m.values())) + _of_outliers(m)
     table = Table(
         "Shift of mu (accepted per cycle) at K = 5, 95 % interval, paired by document:",
         ["setting", "prompts x (prompt + output)", "arm (target+draft cache)", "mu, BF16", "shift", "claimed range"],
@@ -113,68 +103,6 @@ def _of_cut_cycles(m: Studies) -> str:
     )
 
 
-def outliers_and_scales(m: Studies) -> Claim:
-    """(e): what outlier channels cost under each scale, and what of it remains."""
-    now, before = m[STRESSED], m[PLAIN]
-    shown = Table(
-        "Shift of mu at K = 5, KL from the BF16 target in nats, and how often the likeliest token is the same:",
-        ["setting", "format", "shift of mu", "KL", "top-1 agreement"],
-        ["", "", "+.4f", ".5f", ".1%"],
-        [
-            [s.about, f, s.shift(alone(f)), s.mean("kl", alone(f)), s.mean("top1_agrees", alone(f)).value]
-            for s in (before, now)
-            for f in s.formats
-        ],
-    )
-    kl = {f: change_of_mean(now, before, "kl", alone(f)) for f in now.formats}
-    mu = {f: change_of_shift(now, before, alone(f)) for f in now.formats}
-    table = Table(
-        f"What the outliers alone add ({now.about} minus {before.about}, the same texts to the bit):",
-        ["format", "change of the shift of mu", "added KL"],
-        ["", "+.4f", "+.5f"],
-        [[f, mu[f], kl[f]] for f in now.formats],
-        _stress_told(now.study["pair"]["target"]["shape"], [f for f in now.formats if f in BY_CHANNEL]),
-    )
-    breaks = {n: kl[n].lo > 0 and mu[n].hi < 0 for n in (INT8_TENSOR, E4M3)}
-    left = kl[INT8_TOKEN].value / kl[INT8_TENSOR].value
-    rescued = breaks[INT8_TENSOR] and left <= REMAINS
-    why = (
-        f"Three things are claimed. INT8 with one scale per tensor {_breaks(breaks[INT8_TENSOR])}: outliers cost it"
-        f" {-mu[INT8_TENSOR].value:.3f} accepted tokens and {kl[INT8_TENSOR].value:.3f} nats. A scale per token and head"
-        f" {'rescues' if rescued else 'does not rescue'} it: {left:.1%} of that KL and"
-        f" {mu[INT8_TOKEN].value / mu[INT8_TENSOR].value:.1%} of that loss remain (rescued would be at most {REMAINS:.0%} of"
-        f" the KL). FP8 E4M3 with one scale, 1.0, {_breaks(breaks[E4M3])}: outliers add"
-        f" {kl[E4M3].value:.4f} nats and move mu by {mu[E4M3].value:+.3f} [{mu[E4M3].lo:+.3f}, {mu[E4M3].hi:+.3f}], since its"
-        " exponent covers the range until codes saturate."
-        " An outlier channel is large in every token, so a scale per token and head is still spent on it in its own head; it"
-        " only spares the heads without outliers."
-    )
-    claim = "Per-tensor scales break where keys have outlier channels, and per-token scales rescue them."
-    return Claim("e", claim, verdict([breaks[INT8_TENSOR], rescued, breaks[E4M3]]), why, [shown, table])
-
-
-def _stress_told(shape: Mapping, by_channel: list[str]) -> str:
-    """How the outliers are made, and which rows follow from that alone."""
-    half = shape["head_dim"] // 2
-    channels = [c + offset for c in CHANNELS for offset in (0, half)]
-    strengths = {e["outliers"] for e in read_config(CONTEXT)["study"] if "outliers" in e}
-    others = " and ".join(f"x{f} ({f / 127:.1f} times)" for f in sorted(strengths))
-    return (
-        f"The outliers are made, not found: in every layer, channels {', '.join(map(str, channels))} of the"
-        f" {shape['head_dim']} of KV head {HEAD} (of {shape['kv_heads']}) are multiplied by {FACTOR} in the keys and divided by"
-        " it in the queries, so that the model with a BF16 cache is the same to the bit. The factor is a power of two, so where"
-        f" a key channel has a scale of its own ({', '.join(by_channel)}) the scale takes it up and every code stays the same:"
-        " the zeros of those rows are an identity, not a finding. E4M3 and E5M2 take it up in their exponents too, but for what"
-        f" saturates or lies below their smallest numbers. The strength is chosen by hand: with x{FACTOR} one step of an INT8"
-        f" scale that spans the outliers is {FACTOR / 127:.1f} times the largest value that those channels had before. The"
-        f" [context study](../context/README.md) uses {others}."
-    )
-
-
-def _breaks(broken: bool) -> str:
-    return "breaks" if broken else "does not break by what these texts resolve"
-
-
 def context(m: Studies) -> Claim:
     """(f): whether the loss is larger behind a long context than behind a short one."""
     near, far = m[NEAR], m[FAR]
@@ -203,61 +131,71 @@ def context(m: Studies) -> Claim:
     return Claim("f", "The loss grows with context.", verdict(outcome), why, [table])
 
 
-def _contest(m: Studies, better: str, worse: str) -> tuple[list[bool], list[str], list[str], Table]:
-    """(wins per setting, settings won, settings lost, table); a win: KL or mu resolved for `better`, neither against."""
-    rows, wins, won, lost = [], [], [], []
-    for study in (s for s in m.values() if {better, worse} <= set(s.formats)):
+def _contest(m: Studies, better: str, worse: str) -> tuple[list[bool | None], str, Table]:
+    """(outcome per setting, who won where, table); a win: KL or mu resolved for `better`, neither against; None: neither is
+    resolved."""
+    rows, outcomes, where = [], [], {better: [], worse: [], "undecided": []}
+    studies = [s for s in m.values() if {better, worse} <= set(s.formats)]
+    for study in studies:
         arms = alone(better), alone(worse)
         mu, kl, means = study.mu_difference(*arms), None, [None, None]
         if study.kl_is_finite:
             kl, means = study.mean_difference("kl", *arms), [study.mean("kl", a).value for a in arms]
         ahead = [n for n, yes in (("KL", kl and kl.hi < 0), ("mu", mu.lo > 0)) if yes]
         behind = [n for n, yes in (("KL", kl and kl.lo > 0), ("mu", mu.hi < 0)) if yes]
-        wins.append(bool(ahead) and not behind)
-        (won if wins[-1] else lost if behind and not ahead else []).append(study.about)
+        outcomes.append(bool(ahead) and not behind if ahead or behind else None)
+        if not (ahead and behind):
+            where[better if ahead else worse if behind else "undecided"].append(study.about)
         rows.append([study.about, *means, kl, mu, ", ".join(ahead), ", ".join(behind)])
-    columns = ["setting", f"KL, {better}", f"KL, {worse}", "difference of KL", "difference of mu", "for", "against"]
+    told = (
+        f"Where KL or mu resolves it ({len(outcomes) - outcomes.count(None)} of {len(outcomes)} settings), `{better}` is the"
+        f" better in {len(where[better])}, `{worse}` in: {listed(where[worse])}. Undecided: {listed(where['undecided'])}."
+        f"{shared_documents(studies)}"
+    )
+    table = Table(
+        "The target's cache alone has the format, the draft's is BF16; shift of mu at K = 5:",
+        ["setting", f"KL, {better}", f"KL, {worse}", "difference of KL", "difference of mu", "for", "against"],
+        ["", ".5f", ".5f", "+.5f", "+.4f", "", ""], rows,
+    )  # fmt: skip
+    return outcomes, told, table
+
+
+def shared_documents(studies: Sequence[Measured]) -> str:
+    """A sentence on settings whose documents all lie among those of the largest; empty where there is none."""
+    largest = max(studies, key=lambda s: len(s.documents))
+    within = [s for s in studies if s is not largest and set(s.documents) <= set(largest.documents)]
+    if not within:
+        return ""
     return (
-        wins,
-        won,
-        lost,
-        Table(
-            "The target's cache alone has the format, the draft's is BF16; shift of mu at K = 5:",
-            columns,
-            ["", ".5f", ".5f", "+.5f", "+.4f", "", ""],
-            rows,
-        ),
+        f" Settings share documents: those of {len(within)} lie among the {len(largest.documents)} of {largest.about}, so that"
+        " they are no independent cases."
     )
 
 
 def e4m3_or_e5m2(m: Studies) -> Claim:
     """(g)."""
-    wins, won, lost, table = _contest(m, E4M3, E5M2)
+    outcomes, told, table = _contest(m, E4M3, E5M2)
     why = (
-        f"E4M3 is resolved to be the better in {len(won)} of {len(wins)} settings, E5M2 in: {listed(lost)}; else neither. E4M3"
-        " has three bits of mantissa against two. At scale 1.0 it ends at 448 where E5M2 ends at 57,344, so that keys with very"
-        " large outliers saturate it; a calibrated scale, or one per token, takes that away. At temperature 0 KL is infinite"
-        " and mu alone decides."
+        f"{told} E4M3 has three bits of mantissa against two. At scale 1.0 it ends at 448 where E5M2 ends at 57,344, so that"
+        " keys with very large outliers saturate it; a calibrated scale, or one per token, takes that away. At temperature 0 KL"
+        " is infinite and mu alone decides."
     )
-    return Claim("g", "E4M3 beats E5M2 for KV.", verdict(wins), why, [table])
+    return Claim("g", "E4M3 beats E5M2 for KV.", verdict(outcomes), why, [table])
 
 
 def keys_by_channel(m: Studies) -> Claim:
     """(h)."""
-    wins, won, lost, table = _contest(m, INT8_MIXED, INT8_TENSOR)
-    why = (
-        f"`{INT8_MIXED}` is resolved to be the better in {len(won)} of {len(wins)} settings, `{INT8_TENSOR}` in:"
-        f" {listed(lost)}; else neither. It hangs on the keys: where channels are alike there is little to save, and static"
-        " scales per channel can saturate on what their calibration did not see."
-    )
+    outcomes, why, table = _contest(m, INT8_MIXED, INT8_TENSOR)
     if STRESSED in m:
+        others = [x for x, row in zip(outcomes, table.rows, strict=True) if row[0] != m[STRESSED].about]
         why += (
             " In the setting with outliers it cannot but win: they are a power of two, which a scale per channel takes up"
-            " without a change of any code (see (e)), so what is measured there is what one scale loses. Without that setting"
-            f" it is {len(won) - (m[STRESSED].about in won)} of {len(wins) - 1}."
+            " without a change of any code (see (e)), so what is measured there is what one scale loses."
+            f" Without that setting {sum(x is True for x in others)} of {len(others)} are won,"
+            f" {others.count(None) or 'none'} undecided."
         )
     claim = "Keys scaled per channel and values per token beat one scale each (`int8_k_channel_v_token`)."
-    return Claim("h", claim, verdict(wins), why, [table])
+    return Claim("h", claim, verdict(outcomes), why, [table])
 
 
 # runs without which a claim cannot be judged; the others take whatever there is

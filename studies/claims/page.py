@@ -9,8 +9,9 @@ TITLE = "# Common claims, put to the test\n"
 ABOUT = """What is commonly said about 8-bit KV caches and speculative decoding, beside what specq measures. The claims and
 their numbers are given as they commonly go round, in our words; none is quoted from a particular source or held against one.
 
-*Accepted* counts drafted tokens (mu, 0..K per cycle); intervals are 95 %, paired and clustered by document. *Confirmed*: it
-held in every case looked at; *not confirmed here*: in none; *depends*: in some.
+*Accepted* counts drafted tokens (mu, 0..K per cycle); intervals are 95 %, those of acceptance paired and clustered by
+document. *Confirmed*: it held in every case looked at; *not confirmed here*: in none; *depends*: in some. *Where resolved*:
+some cases were undecided and are not counted.
 
 Acceptance is measured on small pairs (22 M and 270 M parameters) on a CPU, so nothing here says what a 70 B model's
 acceptance does. Sizes of large models' caches are closed forms. Their speeds come from step times that were measured on a GPU

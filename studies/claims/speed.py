@@ -1,62 +1,23 @@
 """Claims about size and speed, judged by closed forms, rooflines, and steps and kernels timed on a GPU."""
 
-import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from specq.config import StudyConfig
 from specq.cost.table import TimingFile, read_file
 from specq.kv import get_format
-from studies.common.curves import System, alpha_of
+from studies.claims.engine import engine_losses, engine_table
+from studies.claims.priced import FORMATS, FP8, INT8, MATTERS, Priced, counts, margin_told, points, where_from
+from studies.common.curves import System, alpha_of, measure, value_of
 from studies.common.results import REFUTED, Claim, Table, verdict
 
-FP8, INT8 = "fp8_e4m3", "int8_per_token_head"
-FORMATS = ("bf16", FP8, INT8)
 SHORT = (512, 1024, 2048)  # tokens: "under 2k"
-MATTERS = 0.02  # of speed
 HIGH, KNEE, LOW = 4.5, 4.0, 3.5  # the claimed mu
-KNEE_K = 8  # a fixed K that can accept 4.5
+KNEE_KS = (StudyConfig().current_k, 8)  # at which mu may be quoted: the default, and a larger one that also accepts 4.5
 CLAIMED_LOSS = (0.20, 0.30)
 MARGINAL = 3.0
-
-
-@dataclass(frozen=True)
-class Priced:
-    """A pair, the batches it is looked at, and its costs: the first that has a point gives it, the last has every point."""
-
-    batches: Sequence[int]
-    systems: Sequence[System]
-
-    @classmethod
-    def of(cls, entry: Mapping[str, Any], folder: Path) -> "Priced":
-        """From {batches, costs}; files of the costs lie relative to `folder`."""
-        return cls(entry["batches"], [System.of(cost, folder) for cost in entry["costs"]])
-
-    def at(self, batch: int, context: int, k: int) -> System:
-        """The first cost that has the point in every format for K = 0..k."""
-        return next(s for s in self.systems if s is self.systems[-1] or s.knows(batch, context, FORMATS, k))
-
-    def curves(self, alphas: Sequence[float], batch: int, context: int, k_max: int) -> tuple[System, list[np.ndarray]]:
-        """(cost, BF16's speedup for K = 0.. per alpha), of the first cost that reaches past the fastest K of every alpha."""
-        for system in self.systems:
-            top = min(k_max, system.k_timed or k_max)
-            if not system.knows(batch, context, ["bf16"], top):
-                continue
-            curves = [system.speedup(a, batch, context, "bf16", top) for a in alphas]
-            if all(c.argmax() < top for c in curves):
-                return system, curves
-        raise ValueError(f"no cost of {self.systems[0].pair} at batch {batch} reaches past its fastest K")
-
-
-def points(priced: Sequence[Priced], contexts: Sequence[int], k: int) -> Iterator[tuple[System, int, int]]:
-    """(cost, batch, context) over all pairs, their batches and the contexts."""
-    for pair in priced:
-        for batch, context in itertools.product(pair.batches, contexts):
-            yield pair.at(batch, context, k), batch, context
 
 
 def claims(config: Mapping[str, Any], folder: Path) -> list[Claim]:
@@ -67,7 +28,7 @@ def claims(config: Mapping[str, Any], folder: Path) -> list[Claim]:
         knee(priced, config["k_max"]),
         sizes(priced[0].systems[0]),
         short_contexts(priced, config["k"], kernels, read_file(str(folder / config["steps"]))),
-        losses(priced, config["k"], json.loads((folder / config["engine"]).read_text())),
+        losses(priced, config["k"], json.loads((folder / config["engine"]).read_text()), kernels),
     ]
 
 
@@ -77,51 +38,56 @@ def fixed_k_loss(high: float, low: float) -> float:
 
 
 def knee(priced: Sequence[Priced], k_max: int) -> Claim:
-    """(b): what 4.5 -> 3.5 costs, at a fixed K and at the fastest K for each mu, and whether the slope changes near 4."""
-    fixed = fixed_k_loss(HIGH, LOW)
-    alphas = [alpha_of(mu, KNEE_K) for mu in (HIGH, KNEE, LOW)]
-    rows, retuned, kept, slopes = [], [], [], []
-    for pair, batch in ((p, b) for p in priced for b in p.batches):
-        system, curves = pair.curves(alphas, batch, SHORT[-1], k_max)
-        high, middle, low = (float(c.max()) for c in curves)
-        gain = 1 - (low - 1) / (high - 1) if high > 1 else None
-        slope = (high - middle) / (middle - low) if middle > low else None
-        retuned.append(1 - low / high)
-        kept += [] if gain is None else [gain]
-        slopes += [] if slope is None else [slope]
-        best = [int(c.argmax()) for c in curves]
-        rows.append([system.name, batch, high, best[0], low, best[2], retuned[-1], gain, slope])
-    within = [CLAIMED_LOSS[0] <= x <= CLAIMED_LOSS[1] for x in (fixed, *retuned)]
-    gains_within = sum(CLAIMED_LOSS[0] <= x <= CLAIMED_LOSS[1] for x in kept)
+    """(b): what 4.5 -> 3.5 costs, at a fixed K and at the fastest K for each mu, and whether the slope changes near 4.
+
+    A case is the fixed K, or a row: a system, a batch and the K at which mu is quoted, which says how alike the drafts are.
+    """
+    fixed, rows, told = fixed_k_loss(HIGH, LOW), [], []
+    for quoted in KNEE_KS:
+        alphas = [alpha_of(mu, quoted) for mu in (HIGH, KNEE, LOW)]
+        mine = [_knee_row(pair, batch, quoted, alphas, k_max) for pair in priced for batch in pair.batches]
+        rows += mine
+        lost, gain, slope = ([r[at] for r in mine if r[at] is not None] for at in (-3, -2, -1))
+        told.append(
+            f"Quoted at K = {quoted} (alpha {alphas[-1]:.2f} to {alphas[0]:.2f}): {min(lost):.1%} to {max(lost):.1%}, in the"
+            f" claimed range in {_claimed(lost)} of {len(lost)} rows, the speedup {min(slope):.2f} to {max(slope):.2f} times as"
+            f" steep above 4 as below it; of the gain (speedup minus 1) {min(gain):.1%} to {max(gain):.1%}, in the range in"
+            f" {_claimed(gain)}."
+        )
+    within = [bool(_claimed([x])) for x in (fixed, *(r[-3] for r in rows))]
     why = (
         f"At one K the speed goes as mu + 1, a straight line without a knee: 4.5 to 3.5 accepted costs {fixed:.1%}, in every"
-        f" format and at every batch. At the fastest K for each mu it costs {min(retuned):.1%} to {max(retuned):.1%}, and the"
-        f" speedup rises {min(slopes):.2f} to {max(slopes):.2f} times as steeply above 4 as below it. Two other quantities come"
-        f" nearer to the claimed 20-30 %: going from 4.5 to 3.5 *emitted* (mean acceptance length) costs"
-        f" {fixed_k_loss(HIGH - 1, LOW - 1):.1%} at one K, and of the gain (speedup minus 1) {min(kept):.1%} to {max(kept):.1%}"
-        f" are lost at the fastest K, within the claimed range in {gains_within} of {len(kept)} rows."
+        f" format and at every batch (4.5 to 3.5 *emitted* {fixed_k_loss(HIGH - 1, LOW - 1):.1%}). At the fastest K for each mu"
+        f" the loss goes by the K at which mu is quoted, the system and the batch. {' '.join(told)} With alpha^k a mu near K"
+        " means that drafts go on being accepted far beyond K, which a mu at K does not show."
     )
     table = Table(
-        f"Speedup over plain decoding at context {SHORT[-1]:,} with a BF16 cache, acceptance alpha^k with mu as given at K ="
-        f" {KNEE_K}, each at its fastest K; slope: of the speedup in mu, above 4 over below 4:",
-        ["system", "batch", "mu 4.5", "K", "mu 3.5", "K", "speed lost", "gain lost", "slope"],
-        ["", "", ".2f", "", ".2f", "", ".1%", ".1%", ".2f"], rows,
-        _where_from(priced, "the fastest K is below the largest timed"),
+        f"Speedup over plain decoding at context {SHORT[-1]:,} with a BF16 cache, acceptance alpha^k with mu as quoted at one"
+        f" K, {KNEE_KS[0]} (the default of `--current-k`) or {KNEE_KS[1]}, each at its fastest K; slope: of the speedup in mu,"
+        " above 4 over below 4:",
+        ["system", "batch", "mu quoted at", "mu 4.5", "K", "mu 3.5", "K", "speed lost", "gain lost", "slope"],
+        ["", "", "", ".2f", "", ".2f", "", ".1%", ".1%", ".2f"], rows,
+        where_from(priced, "the fastest K is below the largest timed"),
     )  # fmt: skip
     claim = "The speedup has a knee near mu = 4: going from 4.5 to 3.5 accepted costs 20-30 % of it."
     return Claim("b", claim, verdict(within), why, [table])
 
 
-def _where_from(priced: Sequence[Priced], where: str) -> str:
-    """The note below a table whose rows take measured steps where they have the point."""
-    timed = next(s for p in priced for s in p.systems if s.k_timed is not None)
-    return (
-        f"*Steps measured*: {timed.steps_told} ([step times](../llama70b-1b/README.md)), up to K = {timed.k_timed},"
-        " interpolated between the numbers of new tokens that were timed, times that fall with more of them evened out (noise),"
-        " and without an interval; taken where"
-        f" {where}. *Roofline*: a closed form, with assumed efficiencies or, where a file is named, with those fitted to its"
-        " step times."
-    )
+def _knee_row(pair: Priced, batch: int, quoted: int, alphas: Sequence[float], k_max: int) -> list[Any]:
+    """Of a pair and a batch: speedups at HIGH and LOW with their K, shares of speed and of gain lost, and the slope's change.
+
+    `alphas` are those of HIGH, KNEE and LOW quoted at K = `quoted`.
+    """
+    system, curves = pair.curves(alphas, batch, SHORT[-1], k_max)
+    (high, middle, low), best = ([f(c) for c in curves] for f in (lambda c: float(c.max()), lambda c: int(c.argmax())))
+    gain = 1 - (low - 1) / (high - 1) if high > 1 else None
+    slope = (high - middle) / (middle - low) if middle > low else None
+    return [system.name, batch, quoted, high, best[0], low, best[2], 1 - low / high, gain, slope]
+
+
+def _claimed(shares: Sequence[float]) -> int:
+    """How many of the shares lie in the claimed range."""
+    return sum(CLAIMED_LOSS[0] <= x <= CLAIMED_LOSS[1] for x in shares)
 
 
 def sizes(system: System) -> Claim:
@@ -151,37 +117,46 @@ def sizes(system: System) -> Claim:
 
 def short_contexts(priced: Sequence[Priced], k: int, kernels: Mapping[str, Any], steps: TimingFile) -> Claim:
     """(d): what the format does to the time per token under 2k tokens of context, acceptance unchanged."""
-    rows, measured, outcome, matters = [], [], [], set()
+    rows, measured, outcome = [], [], []
+    which: dict[bool | None, set[int]] = {True: set(), False: set(), None: set()}  # batches by `counts`
     for system, batch, context in points(priced, SHORT, k):
-        base = system.times(batch, context, "bf16", k)
-        gains = [float(base[n] / system.times(batch, context, f, k)[n] - 1) for f in (FP8, INT8) for n in (0, k)]
-        outcome.append(max(map(abs, gains)) <= MATTERS)
-        matters |= set() if outcome[-1] else {batch}
+        gains = [x for f in (FP8, INT8) for x in system.gains(batch, context, f, k)]
+        most = max(abs(value_of(x)) for x in gains)
+        counted = counts(most, system)
+        which[counted].add(batch)
+        outcome.append(None if counted is None else not counted)
         rows.append([system.name, batch, context, *gains])
         measured += [rows[-1]] if system.k_timed is not None else []
-    free = sorted({b for p in priced for b in p.batches} - matters)
-    plain, drafted = (max(rows, key=lambda r: max(r[at::2])) for at in (3, 4))
-    timed = max(measured, key=lambda r: max(r[3::2]))
+    free, unclear = sorted(which[False] - which[True] - which[None]), sorted(which[None] - which[True])
+
+    def largest(found: Sequence[list], first: int) -> tuple[float, str]:
+        """The largest gain in every second column from `first`, and where."""
+        gain, name, batch = max((value_of(x), r[0], r[1]) for r in found for x in r[first::2])
+        return gain, f"{name}, batch {batch}"
+
+    within = f", and by more, but within the noise, at batch {', '.join(map(str, unclear))}" if unclear else ""
+    (plain, where), (timed, timed_at), (drafted, drafted_at) = largest(rows, 3), largest(measured, 3), largest(rows, 4)
     why = (
-        f"Counted as mattering: more than {MATTERS:.0%} of speed. It hangs on the batch. Up to 2,048 tokens the format changes"
-        f" less than that at batch {', '.join(map(str, free)) or 'none'} in every system; at most it makes plain decoding"
-        f" {max(plain[3::2]):.0%} faster ({plain[0]}, batch {plain[1]}), by measured steps {max(timed[3::2]):.0%} (batch"
-        f" {timed[1]}): there K and V of all rows together are no longer small beside the weights, so the whole batch's cache"
-        f" counts, not the context of one request. With K = {k} it makes decoding at most {max(drafted[4::2]):.0%} faster"
-        f" ({drafted[0]}, batch {drafted[1]}), since drafting and arithmetic fill part of the cycle. The second and the third"
-        " table show the parts as they were timed on a GPU: steps of a 70B model, and one layer's attention."
+        f"{margin_told(priced)} Up to 2,048 tokens the format changes at most {MATTERS:.0%} at batch"
+        f" {', '.join(map(str, free)) or 'none'} in every system{within}. At most it makes plain decoding {plain:.0%} faster"
+        f" ({where}), by measured steps {timed:.0%} ({timed_at}): there K and V of all rows together are no longer small beside"
+        f" the weights, so the whole batch's cache counts, not the context of one request. With K = {k} it makes decoding at"
+        f" most {drafted:.0%} faster ({drafted_at}), since drafting and arithmetic fill part of the cycle. The second and the"
+        " third table show the parts on a GPU: steps of a 70B model's target, and one layer's attention as timed."
     )
     table = Table(
         f"Speed over BF16, plain decoding and K = {k} ({k + 1} new tokens in a verification) at equal acceptance:",
         ["system", "batch", "context", "FP8, plain", f"FP8, K = {k}", "INT8, plain", f"INT8, K = {k}"],
         ["", "", ",d", "+.1%", "+.1%", "+.1%", "+.1%"], rows,
-        _where_from(priced, f"they were timed, here at {SHORT[-1]:,} tokens"),
+        where_from(priced, f"they were timed, here at {SHORT[-1]:,} tokens", shown=True),
     )  # fmt: skip
     claim = "Under 2k tokens of context the KV format does not matter for speed."
-    return Claim("d", claim, verdict(outcome), why, [table, _step_table(steps, k), _kernel_table(kernels)])
+    return Claim(
+        "d", claim, verdict(outcome), why, [table, _step_table(steps, priced[0].systems[0], k), _kernel_table(kernels)]
+    )
 
 
-def _step_table(steps: TimingFile, k: int) -> Table:
+def _step_table(steps: TimingFile, system: System, k: int) -> Table:
     """Target steps at the shortest context that was timed, of plain decoding and of verification of K = k."""
     times = {(r.batch, r.new_tokens, r.kv_format): r.seconds for r in steps.records
              if r.kind == "target" and r.context == SHORT[-1]}  # fmt: skip
@@ -190,10 +165,10 @@ def _step_table(steps: TimingFile, k: int) -> Table:
          *(times[at] / times[batch, new, f] - 1 for f in (FP8, INT8))]
         for at in sorted(times) for batch, new, fmt in [at] if fmt == "bf16" and new in (1, k + 1)
     ]  # fmt: skip
-    whose = f"one GPU's share of {steps.share_of}, without communication" if steps.share_of else "the whole target"
+    whose = f"one GPU's share of {steps.share_of}, without communication: " if steps.share_of else ""
     return Table(
         f"Milliseconds of a step of llama70b at {SHORT[-1]:,} tokens, plain decoding (1 new token) and verification of K = {k}"
-        f" ({k + 1}), {whose}, as timed by `studies/step_times.py`"
+        f" ({k + 1}), {whose}one layer as timed by `studies/step_times.py` x {system.target.depth}, plus the LM head"
         " ([step times](../llama70b-1b/README.md)):",
         ["batch", "new tokens", "BF16", "FP8", "INT8", "FP8 gains", "INT8 gains"],
         ["", "", ".2f", ".2f", ".2f", "+.1%", "+.1%"], rows,
@@ -221,87 +196,54 @@ def _kernel_table(kernels: Mapping[str, Any]) -> Table:
     )  # fmt: skip
 
 
-def losses(priced: Sequence[Priced], k: int, engine: Mapping[str, Any]) -> Claim:
+def losses(priced: Sequence[Priced], k: int, engine: Mapping[str, Any], kernels: Mapping[str, Any]) -> Claim:
     """(i): the mu below which K = k is slower than plain decoding at the same format, and whether a format raises it; and what
-    an engine showed (a validation.json of synthetic acceptance).
+    an engine showed (a validation.json of synthetic acceptance) beside kernels by themselves (`make bench-kernels`).
 
     A case is a point and a format. The claim holds in it where some mu below MARGINAL pays with BF16 and not with the format;
-    break-even + 1 is a ratio of times, and has to differ by more than MATTERS.
+    break-even + 1 is a ratio of times, and its change has to count (`counts`).
     """
-    rows, outcome, measured, sure, above = [], [], [], [], []
+    rows, outcome, measured, apart, above = [], [], [], [], []
     for system, batch, context in points(priced, (2048, 32768), k):
         if not system.fits(batch, context, "bf16"):
             continue
         at = {f: system.break_even(batch, context, f, k) for f in FORMATS}
-        raised = [at[f] + 1 > (at["bf16"] + 1) * (1 + MATTERS) for f in (FP8, INT8)]
-        holds = [up and at["bf16"] < MARGINAL for up in raised]
+        changes = {f: (at[f] + 1) / (at["bf16"] + 1) - 1 for f in (FP8, INT8)}
+        up = {f: counts(x, system) for f, x in changes.items()}
+        holds = [x and at["bf16"] < MARGINAL for x in up.values()]  # None where undecided
         outcome += holds
+        above += [x and at[f] > MARGINAL for f, x in up.items()]
         if system.k_timed is not None:
             measured += holds
-            draws = {f: system.break_even_draws(batch, context, f, k) + 1 for f in FORMATS}
-            low = [np.quantile(draws[f] / draws["bf16"], 0.025) for f in (FP8, INT8)]
-            sure += [held and x > 1 + MATTERS for held, x in zip(holds, low, strict=True)]
-        above += [up and at[f] > MARGINAL for up, f in zip(raised, (FP8, INT8), strict=True)]
-        rows.append([system.name, batch, context, *at.values()])
-    lowest, highest = min(min(r[3:]) for r in rows), max(max(r[3:]) for r in rows)
+            if max(changes.values()) > MATTERS and min(changes.values()) < 0:
+                apart.append(
+                    f"{at[FP8]:.2f} and {at[INT8]:.2f} against {at['bf16']:.2f} at batch {batch} and {context:,} tokens"
+                )
+        draws = {f: system.break_even_draws(batch, context, f, k) for f in FORMATS}
+        rows.append([system.name, batch, context, *(measure(at[f], draws[f]) for f in FORMATS)])
+    decided, timed = ([x for x in cases if x is not None] for cases in (outcome, measured))
+    found = [value_of(x) for r in rows for x in r[3:]]
+    both = (
+        f" FP8 and INT8, alike in bytes, lie on either side of BF16 ({'; '.join(apart)}): so much can be noise."
+        if apart
+        else ""
+    )
     why = (
-        f"It can, in {sum(outcome)} of {len(outcome)} cases (a point and a format), among those of measured steps in"
-        f" {sum(measured)} of {len(measured)} ({sum(sure)} of them beyond the noise of the repeats): there a pair whose mu lies"
-        f" between the columns gains with BF16 and loses with the format at K = {k}, without a token of acceptance lost, since"
-        " the format speeds up plain decoding more than a cycle that drafting or arithmetic fills. Counted is a break-even"
-        f" whose mu + 1, a ratio of times, is more than {MATTERS:.0%} above BF16's, a margin chosen here. 3.0 is no border:"
-        " speculation pays above mu = cycle time /"
-        f" plain step - 1, which is {lowest:.2f} to {highest:.2f} at these points and depends on K, on the batch and on the"
-        f" draft's cost; a format raises it beyond 3.0 in {sum(above) or 'none'} of them. And the loss is one of a fixed"
-        " K: with K chosen anew, speculation is never slower than plain decoding (K = 0)." + engine_losses(engine)
+        f"It can, in {sum(decided)} of {len(decided)} cases (a point and a format; by measured steps {sum(timed)} of"
+        f" {len(timed)}), {outcome.count(None) or 'none'} more undecided: there a pair whose mu lies between the columns gains"
+        f" with BF16 and loses with the format at K = {k}, without a token of acceptance lost, since the format speeds up plain"
+        f" decoding more than a cycle that drafting or arithmetic fills. Counted, and undecided, are changes as in (d), here of"
+        f" mu + 1, a ratio of times.{both} 3.0 is no border: speculation pays above mu = cycle time / plain step - 1, which is"
+        f" {min(found):.2f} to {max(found):.2f} at these points and depends on K, on the batch and on the draft's cost; a"
+        f" format raises it beyond 3.0 in {sum(map(bool, above)) or 'none'} of them. And the loss is one of a fixed K: with K"
+        " chosen anew, speculation is never slower than plain decoding (K = 0)." + engine_losses(engine)
     )
     table = Table(
         f"mu at which K = {k} is as fast as plain decoding in the same format, where the batch fits in BF16:",
         ["system", "batch", "context", "BF16", "FP8", "INT8"], ["", "", ",d", ".2f", ".2f", ".2f"], rows,
-        _where_from(priced, "they were timed"),
+        where_from(priced, "they were timed", shown=True),
     )  # fmt: skip
     return Claim(
         "i", "Below mu = 3.0 a quantized cache can turn speculation into a loss.", verdict(outcome), why,
-        [table, engine_table(engine)],
-    )  # fmt: skip
-
-
-def steady_cells(made: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The cells of a validation.json that ran, and long enough beside plain decoding to tell the speedup of steady steps."""
-    return [c for c in made["cells"] if (c.get("speedup_measured") or {}).get("steady")]
-
-
-def engine_losses(made: Mapping[str, Any]) -> str:
-    """A sentence on the formats that lost in an engine at a K that gained with BF16; empty where none did."""
-    speeds = {
-        (c["target_kv_dtype"], c["num_speculative_tokens"]): c["speedup_measured"]["steady"] for c in steady_cells(made)
-    }
-    lost = [
-        f"at K = {k}, where BF16 makes steady decoding {speeds['bf16', k]:.2f} times as fast, {fmt} makes it {gain:.2f} times"
-        for (fmt, k), gain in speeds.items()
-        if gain < 1 < speeds.get(("bf16", k), 0)
-    ]
-    engine = f"vLLM {made['engine']['vllm']}"
-    return f" An engine can add a loss of its own: in {engine}, {'; '.join(lost)} (last table)." if lost else ""
-
-
-def engine_table(made: Mapping[str, Any]) -> Table:
-    """Cycles of steady steps and speedups of every cell that ran; acceptance synthetic, in every format its study's."""
-    e, work = made["engine"], made["workload"]
-    rows = [
-        [c["target_kv_dtype"], c["num_speculative_tokens"], sum(c.get("asked_marginal_survival") or ()),
-         1e3 * float(np.median(c["speed"]["cycle_seconds_repeats"])), c["speedup_measured"]["steady"],
-         c["speedup_measured"]["throughput"], c["speedup_measured"]["latency"]]
-        for c in steady_cells(made)
-    ]  # fmt: skip
-    return Table(
-        f"vLLM {e['vllm']} itself on {e['tensor_parallel_size']} x {e['device']}, the 70B shape with dummy weights, synthetic"
-        f" acceptance, {work['requests_in_flight']} requests in flight, {work['context']:,} tokens of context"
-        " ([step times](../llama70b-1b/README.md)):",
-        ["KV cache", "K", "mu", "ms per cycle", "speedup", "of throughput", "of time per token"],
-        ["", "", ".2f", ".1f", ".2f", ".2f", ".2f"], rows,
-        "Cycle and speedup: of steps in which every request decodes; throughput and time per token count prefill, which is most"
-        " of these runs. One run a cell, and the draft's cache has the target's format there. Attention alone takes hardly"
-        " longer with FP8 (the last table of (d)): what makes FP8's cycles long lies elsewhere in that engine's steps, and was"
-        " not found.",
+        [table, engine_table(engine, kernels)],
     )  # fmt: skip

@@ -19,8 +19,23 @@ from specq.cost.spec import build, parse_cost
 from specq.errors import SpecqError
 from specq.kv import get_format
 from specq.shape import ModelShape
+from specq.stats import Estimate
 from specq.tune import draw_choices
-from studies.common.steps import Steps
+from studies.common.steps import Steps, drift
+
+Measure = float | Estimate
+
+
+def measure(value: float, draws: np.ndarray) -> Measure:
+    """A value with the 95 % interval of its draws under resampled repeats [draws]; alone where there are none ([1])."""
+    if len(draws) == 1:
+        return float(value)
+    return Estimate(float(value), float(draws.std(ddof=1)), *map(float, np.quantile(draws, [0.025, 0.975])))
+
+
+def value_of(found: Measure) -> float:
+    """Without its interval."""
+    return found.value if isinstance(found, Estimate) else found
 
 
 def emitted(alpha: float, k_max: int) -> np.ndarray:
@@ -51,6 +66,7 @@ class System:
     server: Server | None
     k_timed: int | None = None  # the largest K that was timed; None where a closed form knows every K
     steps_told: str = ""  # what its timed steps are, in words
+    drift: float = 0.0  # by which timed steps that were not timed together are off (studies.common.steps)
 
     @classmethod
     def of(cls, entry: Mapping[str, str], folder: Path) -> "System":
@@ -66,7 +82,15 @@ class System:
                 folder / entry["steps"], entry["gpus"], dict(zip(("target", "draft"), shapes, strict=True))
             )
             k_timed = max(r.new_tokens for r in steps.file.records if r.kind == "target") - 1
-            return cls(pair.name, *shapes, steps.cost, Server(gpu.name, count, gpu.memory), k_timed, steps.told)
+            return cls(
+                pair.name,
+                *shapes,
+                steps.cost,
+                Server(gpu.name, count, gpu.memory),
+                k_timed,
+                steps.told,
+                drift(steps.file.records),
+            )
         roofline, at, timings = entry["cost"].rpartition("@")
         spec = parse_cost(
             entry["cost"] if entry["cost"].startswith("roofline:") and not at else f"{roofline}{at}{folder / timings}"
@@ -104,6 +128,13 @@ class System:
     def speedup(self, alpha: float, batch: int, context: int, fmt: str, k_max: int) -> np.ndarray:
         """Over plain decoding at the same format, for K = 0..k_max."""
         return speedup(emitted(alpha, k_max), self.times(batch, context, fmt, k_max))
+
+    def gains(self, batch: int, context: int, fmt: str, k: int) -> list[Measure]:
+        """Speed over BF16's less 1 of plain decoding and of K = k at equal acceptance."""
+        at = Operating(batch, context, "bf16", "bf16"), Operating(batch, context, fmt, "bf16")
+        base, mine = (cycle_times(self.cost, x, k) for x in at)
+        base_draws, mine_draws = (cycle_time_draws(self.cost, x, k) for x in at)
+        return [measure(base[n] / mine[n] - 1, base_draws[:, n] / mine_draws[:, n] - 1) for n in (0, k)]
 
     def break_even(self, batch: int, context: int, fmt: str, k: int) -> float:
         """The mu at which K = k is as fast as plain decoding at the same format: cycle time / plain step - 1."""

@@ -102,6 +102,11 @@ class Measured:
         """Mean of a column over positions (those of `where`, a mask), clustered by document."""
         return self._mean([(1.0, self._sums(column, arm, where))])
 
+    def ratio(self, column: str, arm: str, other: str) -> Estimate:
+        """Sum of a column in `arm` over that in `other`, the same positions, clustered by document."""
+        mine, base = (self._sums(column, a, None).tokens for a in (arm, other))
+        return self.analysis.resampler.emitted(Sums(mine, base[:, None]), 1)
+
     def top1_agreement(self, arm: str) -> Estimate:
         """Share of positions at which BF16's most probable token stays the most probable, its interval cut at 0 and 1."""
         e = self.mean("top1_agrees", arm)

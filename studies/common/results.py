@@ -14,7 +14,7 @@ from specq.files import finite
 from specq.stats import Estimate
 
 Cell = str | float | int | Estimate | None
-CONFIRMED, REFUTED, DEPENDS = "confirmed", "not confirmed here", "depends"
+CONFIRMED, RESOLVED, REFUTED, DEPENDS = "confirmed", "confirmed where resolved", "not confirmed here", "depends"
 
 
 @dataclass
@@ -86,9 +86,15 @@ class Claim:
         return asdict(self) | {"tables": [t.as_dict() for t in self.tables]}
 
 
-def verdict(outcomes: Sequence[bool]) -> str:
-    """Confirmed where the claim held in every case, not confirmed where in none, else it depends on the case."""
-    return CONFIRMED if all(outcomes) else DEPENDS if any(outcomes) else REFUTED
+def verdict(outcomes: Sequence[bool | None]) -> str:
+    """Confirmed where the claim held in every case, not confirmed where in none, else it depends on the case.
+
+    None is a case that is undecided: it is left out, but "confirmed" says then that it is so where cases are resolved.
+    """
+    decided = [x for x in outcomes if x is not None]
+    if not any(decided):
+        return REFUTED
+    return DEPENDS if not all(decided) else CONFIRMED if len(decided) == len(outcomes) else RESOLVED
 
 
 def provenance(environment: Mapping[str, Any], seconds: Mapping[str, Any]) -> dict:

@@ -1,6 +1,6 @@
 """Step times as `studies/step_times.py` keeps them, as a cost: to one GPU's share the communication is added."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,16 @@ def _longer(r: Timing, by: float) -> Timing:
     return r.model_copy(update={"seconds": r.seconds + by, "repeats": r.repeats and [t + by for t in r.repeats]})
 
 
+def drift(records: Iterable[Timing]) -> float:
+    """How far two points that were not timed together are off at least: the largest share by which a plain step of one row at
+    the second context lies below that at the first, where it should lie above; 0 where none does."""
+    plain = {
+        (r.kv_format, r.context): r.seconds for r in records if (r.kind, r.batch, r.new_tokens) == ("target", 1, 1)
+    }
+    first, second = [*sorted({c for _, c in plain}), None, None][:2]
+    return max([0.0, *(1 - t / plain[f, first] for (f, c), t in plain.items() if c == second and (f, first) in plain)])
+
+
 @dataclass(frozen=True)
 class Steps:
     """A timings file of `gpus` (2xh200) and the roofline that completes it; its link factors are the assumed ones."""
@@ -59,8 +69,16 @@ class Steps:
     @property
     def told(self) -> str:
         """In words what the times are."""
-        over, added = self.roofline.gpus, f"one GPU's share of {self.roofline.gpus} as timed, to which is added "
-        return added + self.communication_told if self.file.share_of else f"whole steps over {over} GPUs as timed"
+        over = self.roofline.gpus
+        if self.file.share_of:
+            return f"{self.layers_told} on one GPU's share of {over}, to which is added {self.communication_told}"
+        return f"{self.layers_told}, tensor parallel over {over} GPUs"
+
+    @property
+    def layers_told(self) -> str:
+        """In words how steps were made of what was timed (studies.step_times)."""
+        depth = {role: shape.depth for role, shape in self.roofline.shapes.items()}
+        return f"one layer as timed x {depth['target']} (the draft's x {depth['draft']}), plus the LM head"
 
     @property
     def communication_told(self) -> str:

@@ -29,6 +29,7 @@ arm.
 
 ![acceptance and health](health.png)
 """
+APART = 1.15  # between the formats' points of one context, sideways in the plot
 SHIFTS = (0.005, 0.01, 0.03, 0.1, 0.3)  # ticks of a shift of mu, either sign
 STYLES = {"fp8_e4m3": ("#D55E00", "s"), "int8_per_token_head": ("#0072B2", "o"), "int8_per_tensor": ("#AA4499", "^")}
 
@@ -37,9 +38,11 @@ def text(results: dict) -> str:
     """README.md of the page."""
     out = [ABOUT.format(**results), "Made by `make context`: " + machine_line(results["environment"]) + "\n"]
     out += [f"Not made: {n['name']}, {n['about']} ({n['why']}).\n" for n in results["not_made"]]
+    out += _not_stressed(results["series"])
     out += ["![shift of mu and KL against context](context.png)\n"]
     out += [
-        "Shifts: linear up to 0.01, logarithmic beyond. An interval of KL at the edge goes on; the tables have it.\n"
+        "Shifts: linear up to 0.01, logarithmic beyond. An interval of KL at the edge goes on; the tables have it. Points of"
+        f" the second format stand {APART - 1:.0%} to the right of their context, so that none hides another.\n"
     ]
     for series in results["series"]:
         out += [f"## {series['name'].capitalize()}\n", markdown(_points(series)), markdown(_parts(series))]
@@ -47,6 +50,15 @@ def text(results: dict) -> str:
     arms = results["health"]["arms"]
     out += [HEALTH.format(about=results["health"]["about"].capitalize(), worst=arms[-1]["arm"]), markdown(_arms(arms))]
     return "\n".join(out).rstrip() + "\n"
+
+
+def _not_stressed(series: list[dict]) -> list[str]:
+    """The contexts of one series at which another was not made."""
+    have = [{p["context"] for p in s["points"]} for s in series]
+    gone = [(s["name"], sorted(set.union(*have) - mine)) for s, mine in zip(series, have, strict=True)]
+    return [
+        f"Not made: {name} at {', '.join(f'{c:,}' for c in contexts)} tokens.\n" for name, contexts in gone if contexts
+    ]
 
 
 def _points(series: dict) -> dict:
@@ -59,7 +71,7 @@ def _points(series: dict) -> dict:
             p["alpha"]["value"],
             *(f[c] for c in shifts),
             f["kl"],
-            f["top1_agreement"]["value"],
+            f["top1_agreement"],
         ]
         for p in series["points"]
         for fmt, f in p["formats"].items()
@@ -76,7 +88,7 @@ def _points(series: dict) -> dict:
             "KL, nats",
             "top-1",
         ],
-        "formats": [",d", "", ".3f", ".3f", "+.4f", "+.5f", ".6f", ".2%"],
+        "formats": [",d", "", ".3f", ".3f", "+.4f", "+.5f", ".6f", ".1%"],
         "rows": rows,
     }
 
@@ -128,7 +140,7 @@ def _arms(arms: list[dict]) -> dict:
             "top-1 agreement with BF16",
         ],
         "formats": ["", ".3f", ".4f", ".5f", ".1%"],
-        "rows": [[a["arm"], a["mu"], a["alpha"]["value"], a["kl"], a["top1_agreement"]["value"]] for a in arms],
+        "rows": [[a["arm"], a["mu"], a["alpha"], a["kl"], a["top1_agreement"]] for a in arms],
     }
 
 
@@ -155,7 +167,7 @@ def _plot_context(results: dict, path: Path) -> None:
             column[0].set_title(series["name"])
             for ax, key in zip(column, ("mu_shift", "kl"), strict=True):
                 for i, fmt in enumerate(series["points"][0]["formats"]):
-                    shown[fmt] = _against_context(ax, series["points"], fmt, key, 1.15**i)
+                    shown[fmt] = _against_context(ax, series["points"], fmt, key, APART**i)
             column[0].axhline(0, color="#8A8A8A", lw=0.8)
             column[0].set_yscale("symlog", linthresh=0.01, linscale=1)
             column[0].set_ylim(*_all_of([f["mu_shift"] for p in series["points"] for f in p["formats"].values()]))
