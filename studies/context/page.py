@@ -17,7 +17,8 @@ ABOUT = """# Context length, KL, and what acceptance does not say
 
 The embedded pair (8,192 positions) continues the same {documents} documents behind their first tokens, as many as `context`
 says; every format scores the same continuations of 96 tokens. Shifts are of accepted tokens per cycle at K = {k} against the
-BF16 target, the draft's cache in BF16; 95 % intervals, paired by document. With {documents} documents intervals are wide.
+BF16 target, the draft's cache in BF16; 95 % intervals, paired by document. With {documents} documents intervals are wide. The
+null arm is BF16 again in another order of arithmetic: what rounding alone does.
 """
 HEALTH = """## High acceptance is not health
 
@@ -25,7 +26,7 @@ HEALTH = """## High acceptance is not health
 its own BF16 cache notices: acceptance falls. A draft that reads the same corrupted cache (`{worst}`: self-speculation through
 one format) makes the same errors, and acceptance stays perfect while the text is another model's. Acceptance compares draft
 and target, never the target with what it should be: look at KL and top-1 agreement beside it, which study.json has for every
-arm.
+arm. Cycles that the texts' ends cut are counted whole.
 
 ![acceptance and health](health.png)
 """
@@ -62,20 +63,13 @@ def _not_stressed(series: list[dict]) -> list[str]:
 
 
 def _points(series: dict) -> dict:
-    shifts = ("mu_shift", "alpha_shift")
-    rows = [
-        [
-            p["context"],
-            fmt,
-            p["mu"],
-            p["alpha"]["value"],
-            *(f[c] for c in shifts),
-            f["kl"],
-            f["top1_agreement"],
+    told = ("mu_shift", "alpha_shift", "kl", "top1_agreement")
+    rows = []
+    for p in series["points"]:
+        rows += [
+            [p["context"], fmt, p["mu"], p["alpha"]["value"], *(f[c] for c in told)] for fmt, f in p["formats"].items()
         ]
-        for p in series["points"]
-        for fmt, f in p["formats"].items()
-    ]
+        rows.append([p["context"], "null arm", p["mu"], p["alpha"]["value"], p["null_shift"], "", "", ""])
     return {
         "caption": "",
         "columns": [
