@@ -309,7 +309,7 @@ def test_the_claimed_loss_is_judged_where_it_could_happen(small):
     study = SimpleNamespace(
         **{
             n: getattr(health, n)
-            for n in ("study", "about", "size", "k", "analysis", "mu", "name", "documents", "counts_cut_cycles")
+            for n in ("study", "about", "size", "k", "analysis", "mu", "name", "documents", "counts_cut_cycles", "null")
         },
         formats=["int8_per_token_head"],
         shift=lambda arm: health.shift(arm.replace("per_token_head", "per_tensor")),

@@ -98,7 +98,7 @@ def _of_the_null_arm(m: Studies) -> str:
     study = max(m.values(), key=lambda s: max(-s.null().lo, s.null().hi))
     null = study.null()
     return (
-        f" BF16 again in another order of arithmetic (the null arm) moves mu most in the {study.about}:"
+        f" BF16 again in another order of arithmetic (the null arm) moves mu most here: {study.about},"
         f" {null.value:+.4f} [{null.lo:+.4f}, {null.hi:+.4f}]."
     )
 
