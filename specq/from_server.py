@@ -7,6 +7,8 @@
 
 import json
 import re
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,11 @@ def without_secrets(command: ServeCommand) -> list[str]:
             if not several:
                 break
     return made
+
+
+def own_command() -> str:
+    """The command line of this process, without the secrets of a server's: what makes a result citable."""
+    return shlex.join([Path(sys.argv[0]).name, *words_without_secrets(sys.argv[1:])])
 
 
 def words_without_secrets(words: Sequence[str]) -> list[str]:

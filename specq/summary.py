@@ -4,8 +4,6 @@ import datetime
 import os
 import platform
 import resource
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +16,7 @@ from specq.analysis import BASE, NULL, Analysis, summarise
 from specq.conclude import decision_block
 from specq.config import DRAWS, RunConfig
 from specq.coupling import shared_tokens, widening
-from specq.from_server import words_without_secrets
+from specq.from_server import own_command
 from specq.kv import get_format
 from specq.kv.checkpoint_scales import ignored_scales
 from specq.models.loaded import LoadedModel
@@ -183,14 +181,14 @@ def describe(name: str, model: LoadedModel, config: RunConfig) -> dict:
 
 
 def environment(model: LoadedModel) -> dict:
-    """Machine, versions, date and the command (without the secrets of a server's): what makes a result citable."""
+    """Machine, versions, date and command: what makes a result citable."""
     import scipy
     import torch
     import transformers
 
     return {
         "specq": __version__,
-        "command": shlex.join([Path(sys.argv[0]).name, *words_without_secrets(sys.argv[1:])]),
+        "command": own_command(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "torch": torch.__version__,

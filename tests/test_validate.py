@@ -141,6 +141,7 @@ def test_file_answers_the_questions(study, swept):
     """The K truly best beside the recommended one, regret, speedups beside the predicted, backends, draft format."""
     made = swept[2]
     cells = by_name(made)
+    assert made["command"]
     assert cells["fp8_e4m3-k2-probabilistic"]["draft_kv_dtype"] == "fp8_e4m3"  # 0.24: inherited
     assert cells["bf16-k0"]["attention_backends_logged"] == ["FLASH_ATTN"]
     assert made["engine"]["dates"] == ["2026-11-30"]

@@ -13,6 +13,7 @@ from specq.engines.vllm.protocol import CellResult
 from specq.engines.vllm.runner import Outcome
 from specq.errors import SpecqError
 from specq.finished import Finished
+from specq.from_server import own_command
 from specq.tune import speed_curve
 from specq.vllm_options import CPU_VERIFIES_WRONGLY, LATEST_LOOKED_UP_BY_V2, OLDEST, draft_kv_is_free, parse_version
 
@@ -65,6 +66,7 @@ def validation_json(v: "Validation") -> dict:
     return {
         "schema_version": SCHEMA_VERSION,
         "specq": __version__,
+        "command": own_command(),
         "study": str(v.found.folder),
         "synthetic": v.work.synthetic,
         "engine": {
