@@ -8,9 +8,9 @@ A chain holds P_t(j), the probability that j = 0..K drafts of the running cycle 
     emitted(K)   = T / sum_t e_t,   mu(K) = emitted(K) - 1
     S_k          = sum_t a_t P_t(k-1) / sum_t e_t,   so that sum_k S_k = mu exactly
 
-The end of a text cuts its last cycle: T counts its tokens, sum e not its end. That lifts emitted by about emitted / 2T in
-relative terms; where nearly all cycles have K + 1 tokens by up to K / T, or not at all, by where in a cycle the texts end.
-`whole` counts the cut cycle whole.
+The end of a text cuts its last cycle: T counts its tokens, sum e not its end. For cycles of mean M and variance s^2 that
+lifts emitted by (M^2 - M - s^2) / 2MT in relative terms, little where cycles vary; where nearly all have K + 1 tokens, by up
+to K / T or not at all, by where in a cycle the texts end. `whole` counts the cut cycle whole.
 
 with c_t(A) = b_t(0) + a_t(A) - a_t(0) (see `control`): b knows from the text's own token whether the position was an
 accepted draft of the arm that sampled it, and the difference of the a's carries it over to arm A. c may leave [0, 1]
@@ -40,7 +40,7 @@ class ChainResult:
 
     tokens: [N] positions T.
     ends: [N, k_max] expected cycles, sum_t e_t.
-    accepted: [N, k_max, k_max] sum_t a_t P_t(k-1) at [n, K-1, k-1]; 0 for k > K.
+    accepted, verified: [N, k_max, k_max] sum_t a_t P_t(k-1) and sum_t P_t(k-1) at [n, K-1, k-1]; 0 for k > K.
     left: [N, k_max, k_max + 1] the chain's law behind the text's last position at [n, K-1, j]: j drafts of a cycle that the
         end cuts, or (j = 0) a cycle that ended there. Given the last token, unlike e_T: where EOS decides that the text
         stops here, it is known. 0 for a text without positions.
@@ -49,6 +49,7 @@ class ChainResult:
     tokens: np.ndarray
     ends: np.ndarray
     accepted: np.ndarray
+    verified: np.ndarray
     left: np.ndarray
 
 
@@ -68,7 +69,7 @@ def run_chain(a: np.ndarray, c: np.ndarray, lengths: np.ndarray, k_max: int) -> 
     drafting = np.arange(k_max)[None, :] < np.arange(1, k_max + 1)[:, None]  # [K-1, j]: j < K
     full = np.arange(k_max)  # index of j = K for each K is K = row + 1
     ends = np.zeros((texts, k_max))
-    accepted = np.zeros((texts, k_max, k_max))
+    accepted, verified = np.zeros((2, texts, k_max, k_max))
     left = np.zeros_like(state)
     for t in range(steps):
         live = t < lengths
@@ -82,15 +83,17 @@ def run_chain(a: np.ndarray, c: np.ndarray, lengths: np.ndarray, k_max: int) -> 
         if live.all():
             ends += end
             accepted += hits
+            verified += open_state
         else:
             ends[live] += end[live]
             accepted[live] += hits[live]
+            verified[live] += open_state[live]
         state[:, :, 1:] = ct * open_state
         state[:, :, 0] = 1.0 - state[:, :, 1:].sum(-1)
         is_last = t == lengths - 1
         if is_last.any():
             left[is_last] = state[is_last]
-    return ChainResult(np.asarray(lengths, dtype=float), ends, accepted, left)
+    return ChainResult(np.asarray(lengths, dtype=float), ends, accepted, verified, left)
 
 
 def emitted(tokens: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -143,11 +146,8 @@ def whole(result: ChainResult) -> tuple[np.ndarray, np.ndarray]:
     """
     k_max = result.ends.shape[1]
     begun = result.left.sum(-1)  # 1, or a text's weight in a mixture
-    accepted = np.concatenate(
-        [(result.ends + begun).sum(0)[:, None], result.accepted.sum(0)], 1
-    )  # [K-1, 0]: cycles begun
-    verified = accepted[:, :-1] - result.left.sum(0)[:, :-1]
-    rates = np.divide(accepted[:, 1:], verified, out=np.zeros((k_max, k_max)), where=verified > 0)
+    accepted, verified = result.accepted.sum(0), result.verified.sum(0)
+    rates = np.divide(accepted, verified, out=np.zeros((k_max, k_max)), where=verified > 0)
     more = np.zeros_like(result.ends)
     for k in range(1, k_max + 1):
         rest = np.ones(k + 1)
@@ -157,5 +157,5 @@ def whole(result: ChainResult) -> tuple[np.ndarray, np.ndarray]:
     return result.tokens[:, None] + more, result.ends + begun
 
 
-CUT_WARNING = 0.02  # relative lift of mu by cut last cycles worth a word,
+CUT_WARNING = 0.02  # relative change of mu by cut last cycles worth a word,
 CUT_SHIFT, CUT_LEAST = 0.5, 0.001  # and what they do to a shift: more than a share of its standard error, and than this

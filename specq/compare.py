@@ -14,6 +14,7 @@ from scipy.special import stdtrit
 
 from specq import files, stats
 from specq.analysis import BASE, Analysis
+from specq.config import DRAWS
 from specq.errors import SpecqError
 from specq.finished import Finished, load
 from specq.report.schema import Recommendation
@@ -32,11 +33,13 @@ def mu_difference(a: Analysis, b: Analysis, arms: list[tuple[float, str]], k: in
     `paired` is for the same documents in the same order; otherwise the two count as independent.
     """
     if paired:
-        parts = [(c, b.arms[arm].sums) for c, arm in arms] + [(-c, a.arms[arm].sums) for c, arm in arms]
-        return a.resampler.combination(parts, k)
+        parts = [(sign * c, x.arms[arm].sums) for x, sign in ((b, 1), (a, -1)) for c, arm in arms]
+        tokens = np.stack([sums.tokens for _, sums in parts])
+        return stats.Resampler(a.documents.count, DRAWS, a.resampler.seed, tokens=tokens).combination(parts, k)
     one, two = (x.resampler.combination([(c, x.arms[arm].sums) for c, arm in arms], k) for x in (a, b))
     value, se = two.value - one.value, float(np.hypot(one.se, two.se))
-    width = float(stdtrit(min(a.documents.count, b.documents.count) - 1, (1 + stats.LEVEL) / 2)) * se if se else 0.0
+    least = min(x.resampler.documents for x in (a, b))
+    width = float(stdtrit(least - 1, (1 + stats.LEVEL) / 2)) * se if se else 0.0
     return stats.Estimate(value, se, value - width, value + width)
 
 

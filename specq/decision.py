@@ -201,7 +201,7 @@ def decide(facts: StudyFacts, analysis: Analysis, fmt: KVFormat, cost: CostModel
     plan = schedule([(b, c.best) for (b, context), c in curves.items() if context == config.context[0]])
     # tokens per second of the format at its recommended K over the baseline's at its own best K, paired draws
     pay, pay_draws = tokens_ratio(mine, base, recommended, base_best)
-    interval = quantile_interval(pay_draws)
+    interval = quantile_interval(pay_draws) if analysis.resampler.documents > 1 else [np.nan, np.nan]
     action = _action(fmt, pay, interval, recommended != current)
     made = Decision(
         format=fmt,

@@ -130,7 +130,7 @@ def recommend(
     k = decision.reference_k
     shift = shift_block(analysis, arm, k, text, NULL)
     warnings = [*facts.warnings[None], *facts.warnings.get(fmt.name, []), *notes(config)]
-    warnings += _cut_warnings(analysis, arm, k)
+    warnings += _cut_warnings(analysis, arm, k, decision.recommended)
     if analysis.resampler.documents < 2:
         warnings.append("one document only: no spread between documents, so intervals and standard errors are null")
     longest = max(len(t.prompt.tokens) + t.positions for t in analysis.texts)
@@ -206,16 +206,17 @@ def _bounds(interval: list[float]) -> tuple[float | None, float | None]:
     return _finite(interval[0]), _finite(interval[1])
 
 
-def _cut_warnings(analysis: Analysis, arm: str, k: int) -> list[str]:
-    """What the last cycles, which the texts' ends cut, do to mu and its shift at K = k."""
-    positions, base = float(analysis.lengths.mean()), analysis.whole(BASE, k)
-    steady, whole = analysis.arms[BASE].emitted(k), float(base.tokens.sum() / base.ends.sum())
-    said = []
-    if steady / whole - 1 > chain.CUT_WARNING:
-        said.append(
-            f"texts of {positions:.0f} positions on average are short for K = {k}: the cut last cycle lifts BF16's mu from"
-            f" {whole - 1:.3f} to {steady - 1:.3f}"
-        )
+def _cut_warnings(analysis: Analysis, arm: str, k: int, recommended: int) -> list[str]:
+    """What the last cycles, which the texts' ends cut, do to mu at both K and to its shift at K = k."""
+    positions, said = float(analysis.arms[BASE].lengths.mean()), []
+    for at in dict.fromkeys((k, recommended or k)):
+        sums = analysis.whole(BASE, at)
+        steady, whole = analysis.arms[BASE].emitted(at) - 1, float(sums.tokens.sum() / sums.ends.sum()) - 1
+        if whole > 0 and abs(steady / whole - 1) > chain.CUT_WARNING:
+            said.append(
+                f"texts of {positions:.0f} positions on average are short for K = {at}: the cut last cycles move BF16's mu from"
+                f" {whole:.3f} to {steady:.3f}"
+            )
     if arm != BASE:
         shift, of_whole = analysis.shift(arm, k), analysis.shift_of_whole_cycles(arm, k)
         if abs(of_whole.value - shift.value) > max(chain.CUT_SHIFT * shift.se, chain.CUT_LEAST):

@@ -5,7 +5,7 @@ was decoded or replayed when a run is interrupted lies in pieces in `<out>.parti
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -152,31 +152,28 @@ def run_rollouts(
                     *(["random weights: acceptance says nothing about the pair"] if config.random_weights else []),
                     *dict.fromkeys(note for m in models.by_role.values() for note in m.notes),
                     *prompt_warnings(config, prompts, report),
-                    *_short_texts(rollouts),
+                    *_short_texts(rollouts, blocks),
                     *work.notes,
                 ],
             },
         )
 
 
-def _short_texts(rollouts: Sequence[Any]) -> list[str]:
-    """A warning where the last cycle, which the end of a text cuts, weighs on the steady mu of an arm.
-
-    The renewal function, N(T) = T / M - (M^2 - s^2) / 2 M^2 for cycles of mean M and variance s^2 (Feller 1971, XI.3), makes
-    the lift about M / 2T.
-    """
+def _short_texts(rollouts: Sequence[Any], blocks: Mapping[str, dict]) -> list[str]:
+    """A warning for every arm whose last cycles, which the ends of texts cut, weigh on its steady mu."""
     from specq.chain import CUT_WARNING
 
-    lengths = [t.positions for r in rollouts for t in r.texts]
-    emitted = max((sum(t.positions for t in r.texts) / max(1, r.ends.sum()) for r in rollouts), default=0.0)
-    mean = sum(lengths) / len(lengths)
-    lift = min(emitted, rollouts[0].k + 1) / (2 * mean) if mean else 0.0
-    if lift <= CUT_WARNING:
-        return []
-    return [
-        f"texts of {mean:.0f} positions on average are short for K = {rollouts[0].k}: the cut last cycle lifts the steady mu"
-        f" and S_k by about {100 * lift:.0f} %, even beyond K; a server counts whole cycles"
-    ]
+    said = []
+    for r, block in zip(rollouts, blocks.values(), strict=True):
+        whole = block["engine"]["accepted"] / block["cycles"] if block["cycles"] else 0.0
+        steady = block["mu_accepted"]
+        if steady is not None and abs(steady - whole) > CUT_WARNING * whole:
+            positions = sum(t.positions for t in r.texts) / len(r.texts)
+            said.append(
+                f"texts of {positions:.0f} positions on average are short for K = {r.k}: the cut last cycles move the steady mu"
+                f" of {r.arm.name} from {whole:.3f}, whole cycles counted as a server does, to {steady:.3f}"
+            )
+    return said
 
 
 def cycle_columns(rollouts: Sequence[Any]) -> dict[str, np.ndarray]:

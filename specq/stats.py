@@ -21,6 +21,7 @@ import numpy as np
 from scipy.special import ndtri, stdtrit  # the normal's and Student's quantile; scipy.stats is slow to import
 
 from specq.chain import per_cycle
+from specq.errors import SpecqError
 
 LEVEL = 0.95
 NORMAL = float(ndtri((1 + LEVEL) / 2))  # standard errors in half an interval
@@ -150,6 +151,8 @@ class Resampler:
         self.documents = len(self.counted)
         weights = bootstrap_weights(self.documents, draws, seed, None if strata is None else strata[self.counted])
         usable = np.flatnonzero((weights @ tokens[:, self.counted].T > 0).all(1))
+        if self.documents > 1 and not len(usable):
+            raise SpecqError("no resampling of these documents has positions in every arm: there are too few with any")
         self.weights = weights[np.resize(usable, draws)]
         self._one = np.ones((1, self.documents))
 

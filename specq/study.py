@@ -285,7 +285,7 @@ def draw(out: Path) -> None:
     except Exception as error:
         raise SpecqError(
             f"the study in {out} is complete, but its report could not be drawn ({type(error).__name__}: {error}); the same"
-            " command again draws it"
+            " command again tries it, and --overwrite runs a study of another version anew"
         ) from error
 
 

@@ -165,7 +165,7 @@ def _not_resolved(analysis: Analysis, arm: str, k: int) -> Verdict:
     if not np.isfinite(beyond.se):
         evidence = "one document shows no spread"
     elif beyond.se == 0:
-        evidence = f"the arms are identical at every position, K = {k}"
+        evidence = f"every document takes the same cycles under both arms at K = {k}"
     else:
         documents = analysis.resampler.documents
         evidence = (

@@ -416,7 +416,7 @@ def test_a_failed_cell_names_its_log_as_the_user_finds_it(study, monkeypatch, ca
 @pytest.mark.parametrize(("gpu", "given", "share"), [(True, None, 0.9), (False, None, 0.3), (False, 0.5, 0.5)])
 def test_a_cpu_gives_the_engine_a_smaller_share_of_memory(study, tmp_path, monkeypatch, gpu, given, share):
     """On a CPU vLLM refuses to start unless the whole share is free, which nine tenths never are."""
-    monkeypatch.setattr(command, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(command, "built_for_cpu", lambda: not gpu)
     kept = sweep(
         study, tmp_path, fake("crash"), dtypes=["bf16"], ks=[0], extra=[], memory_share=given, limits=Limits(60.0)
     )

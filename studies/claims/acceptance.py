@@ -40,6 +40,7 @@ def sizes_of_the_loss(m: Studies) -> Claim:
         for arm in [alone(fmt), f"{fmt}+{fmt}"][: 2 if "shape" in study.study["pair"]["draft"] else 1]:
             shift = study.shift(arm)
             there = shift.lo <= -least and shift.hi >= -most
+            there = None if there and shift.hi >= 0 else there  # with 0 in it the interval decides nothing
             if study.mu() < least or (drafts_for_itself(study) and arm != alone(fmt)):
                 could_not += 1
                 said = "cannot reach it"

@@ -152,7 +152,8 @@ def change_of_difference(now: Measured, before: Measured, column: str, arm: str)
 
 
 def _same_documents(a: Measured, b: Measured) -> None:
-    if a.documents != b.documents or a.k != b.k:
+    counted = np.array_equal(a.analysis.resampler.counted, b.analysis.resampler.counted)
+    if a.documents != b.documents or a.k != b.k or not counted:
         raise ValueError(
             f"{a.name} and {b.name} are not over the same documents at the same K, so they cannot be paired"
         )

@@ -16,8 +16,8 @@ from specq.engines.vllm.runner import ENGINE, FAILURES, log_of
 from specq.engines.vllm.validate import (
     Limits,
     Validation,
+    built_for_cpu,
     cells_folder,
-    has_gpu,
     installed_version,
     own_pair,
     synthetic_workload,
@@ -101,7 +101,7 @@ def validate_command(
     version = version or installed_version()
     parse_version(version, "the installed vLLM")
     if memory_share is None:
-        memory_share = GPU_SHARE if has_gpu() else CPU_SHARE
+        memory_share = CPU_SHARE if built_for_cpu() else GPU_SHARE
     if device:
         found.config = validated(found.config.model_dump() | {"device": device})
     _refuse_senseless(

