@@ -81,6 +81,6 @@ def margin_told(priced: Sequence[Priced]) -> str:
     return (
         f"Counted is a change of more than {MATTERS:.0%}, a margin chosen here; by measured steps one of more than"
         f" {timed(priced).drift:.1%}, since points that were not timed together, as two formats' are not, are off by as much"
-        " ([step times](../llama70b-1b/README.md), last section). Between the two a case is undecided and not judged. A roofline"
-        " does not scatter, but is off by what the same page's section on it shows: its cases are predictions."
+        " ([step times](../llama70b-1b/README.md), last section). Between the two a case is undecided and not judged. A"
+        " roofline does not scatter, but is off by what the same page's section on it shows: its cases are predictions."
     )
