@@ -83,7 +83,9 @@ def _text(text: str, expands: bool) -> str:
 
 def _json(text: str, expands: bool) -> str:
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {key: _hidden(key, value) if is_secret(key) else _seen(value) for key, value in found}
+        said = next((v for k, v in found if k == "name" and isinstance(v, str) and is_secret(v)), None)
+        names = {key: said if said and key == "value" else key for key, _ in found}  # {"name": "A_KEY", "value": ...}
+        return {key: _hidden(names[key], value) if is_secret(names[key]) else _seen(value) for key, value in found}
 
     def _hidden(key: str, value: Any) -> Any:  # noqa: ANN401 - of JSON
         if isinstance(value, dict):

@@ -33,6 +33,10 @@ LAUNCHER = re.compile(r"vllm(?:(?:@|==)(?P<version>[\w.+-]+))?")
 IMAGE = re.compile(r"(?P<name>\S*vllm[\w./-]*)(?::(?P<tag>[\w.+-]+))?(?:@sha256:[0-9a-f]+)?")
 OWN_IMAGE = "vllm-openai"  # vLLM's images begin with it, on whatever registry
 CONTAINER_FLAG = re.compile(r"--?(rm|it|ti|d|i|t|init|privileged|detach|interactive|tty)")
+# Words of a manifest (Kubernetes, Compose): names and values stand apart in it, so what is secret there is not known.
+MANIFEST = re.compile(
+    r"[{\[]*(?:name|value|args|command|entrypoint|env|environment|image|containers|services|apiVersion|kind):"
+)
 OTHER_DRAFTS = re.compile(r"eagle|medusa|dflash|dspark|speculator", re.IGNORECASE)
 SEVERAL = {"--api-key", "--served-model-name", "--lora-modules", "--middleware"}  # these take several words
 UNRELATED = {
@@ -103,6 +107,8 @@ def line_of(text: str) -> str:
 def read(text: str) -> ServeCommand:
     """Read a command line. Raises SpecqError where it is none, or runs a draft that specq does not model."""
     words = _split(text)
+    if found := next((w for w in words if MANIFEST.fullmatch(w)), None):
+        raise fail(f"YAML ({found}) is not read: give the command by itself")
     first, version, image = _start(words)
     last = next((i for i in range(first, len(words)) if words[i].operator), len(words))
     options, loose = _parse(words, first, last)

@@ -366,6 +366,7 @@ def test_secrets_around_the_server_are_not_kept(around):
         "{} --kv-transfer-config '{{\"kv_connector\": \"X\", \"extra\": {{\"list\": [{{\"api_key\": \"LEAK\"}}]}}}}'",
         "{} --hf-overrides='{{\"token\":\"LEAK\", \"n\": [1e400, null]}}' --port 80",
         "{} --hf-overrides '{{\"credentials\": {{\"me\": [\"LEAK\", 7]}}, \"u\": \"ftp://me:LEAK@h\"}}'",
+        "x '{{\"env\": [{{\"name\": \"A_KEY\", \"value\": \"LEAK\"}}, {{\"value\": \"LEAK\", \"name\": \"TOKEN\"}}]}}' ; {}",
         "{} --x '{{\"a\": $N, \"accessToken\": \"LEAK\"}}' --port 80",
         "{} --kv-transfer-config.api_key LEAK --kv_transfer_config.a.hf_token=LEAK -x.credentials.blob LEAK --port 80",
         # options of vLLM and of others
@@ -398,6 +399,20 @@ def test_a_secret_is_known_by_its_name(script):
     assert "LEAK" in text and "LEAK" not in kept and "LEAK" not in words_without_secrets(["--vllm-command", text])[1]
     assert read(kept).taken == read(text).taken and ("--port 80" in kept) == ("--port 80" in text)
     assert joined(without_secrets(read(kept))) == kept
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ['name: VLLM_API_KEY\n      value: "LEAK"', "value: LEAK\n      name: VLLM_API_KEY", "{name: A_KEY, value: LEAK}"],
+)
+@pytest.mark.parametrize("around", ["{}", "kubectl apply -f - <<EOF\n{}\nEOF"])
+def test_a_manifest_is_refused(entry, around):
+    """Its names and values stand apart, so no name says what is secret."""
+    text = around.format(f"args:\n  - |\n    {PLAIN} -sc '{SPEC}'\nenv:\n    - {entry}")
+    for part in (text, text.replace("args:\n  - |\n", "").replace("env:\n", "")):
+        with pytest.raises(SpecqError, match="YAML .* is not read: give the command by itself") as caught:
+            read(part)
+        assert "LEAK" not in str(caught.value) and words_without_secrets(["--vllm-command", part])[1] == "..."
 
 
 @pytest.mark.parametrize(
