@@ -13,12 +13,12 @@ from specq.shell_words import VARIABLE, Word
 
 NAME_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 SECRET = re.compile(
-    r"(?:^|_)(?:[a-z]*(?:token|secrets?|passw(?:or)?ds?|passphrase|credentials?)|(?:api|auth|access|secret|private)_?keys?|key"
+    r"(?:^|_)(?:[a-z]*(?:token|secrets?|passw(?:or)?ds?|passphrase|credentials?)|(?:api|auth|access|secret|private)_?keys?|key(?=_?\d*$)"
     r"|(?:ssh)?pass|pwd|auth|authorization|bearer|jwt)(?:_|$)"
 )
 ABOUT_ONE = re.compile(
-    r"(?:^|_)(?:bos|eos|pad|unk|sep|cls|mask)_token$|token_(?:ids?|index|threshold|tree)$"
-    r"|_(?:file|path|dir|name|type|mode|method|url|config|env)$"
+    r"(?:^|_)(?:bos|eos|pad|unk|sep|cls|mask|image|audio|video|start|end|stop|bo[ai]|eo[ai])_token$"
+    r"|token_(?:ids?|index|threshold|tree|budget|limit|size|length)$|_(?:file|path|dir|name|type|mode|method|url|config|env|stdin)$"
 )
 # A word whose value is the next one: an option, YAML's `name:`, csh's `setenv NAME` (in two words).
 AWAITS = re.compile(r"--?[A-Za-z][\w.-]*|[A-Za-z_][\w.-]*:|bearer", re.IGNORECASE)

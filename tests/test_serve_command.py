@@ -424,6 +424,9 @@ def test_a_manifest_is_refused(entry, around):
         "--api-key $VLLM_API_KEY --hf-token ${HF_TOKEN} --x.api_key=\"$K\"",
         "--hf-overrides \"{\\\"api_key\\\": \\\"$API_KEY\\\"}\"",
         "--hf-token --tokenizer-mode auto --kv-cache-dtype-skip-layers 1",
+        "--hf-overrides '{\"num_key_value_heads\": 8, \"head_key_dim\": 64, \"key_dim\": 9, \"image_token\": \"<i>\"}'",
+        "--reasoning-config '{\"think_start_token\": \"<t>\", \"think_end_token\": \"x\", \"token_budget\": 9}' --key-prefix a",
+        "&& docker login -u me --password-stdin ghcr.io",
     ],
 )  # fmt: skip
 def test_other_names_are_no_secrets(words):
