@@ -32,7 +32,9 @@ FLAG = re.compile(r"--(enable|disable|no|trust|use|allow|return|skip|enforce|asy
 LAUNCHER = re.compile(r"vllm(?:(?:@|==)(?P<version>[\w.+-]+))?")
 IMAGE = re.compile(r"(?P<name>\S*vllm[\w./-]*)(?::(?P<tag>[\w.+-]+))?(?:@sha256:[0-9a-f]+)?")
 OWN_IMAGE = "vllm-openai"  # vLLM's images begin with it, on whatever registry
-CONTAINER_FLAG = re.compile(r"--?(rm|it|ti|d|i|t|init|privileged|detach|interactive|tty)")
+CONTAINER_FLAG = re.compile(
+    r"-[ditPq]+|--(rm|init|privileged|detach|interactive|tty|read-only|publish-all|quiet|replace|no-healthcheck|oom-kill-disable)"
+)
 # Words of a manifest (Kubernetes, Compose): names and values stand apart in it, so what is secret there is not known.
 MANIFEST = re.compile(
     r"[{\[]*(?:name|value|args|command|entrypoint|env|environment|image|containers|services|apiVersion|kind):"
@@ -140,23 +142,37 @@ def _split(text: str) -> list[Word]:
 
 
 def _start(words: list[Word]) -> tuple[int, str | None, str | None]:
-    """Index of vLLM's first argument, the version that its launcher or image names, and the image where there is one."""
+    """Index of vLLM's first argument, the version that its launcher or image names, and the image where that names it."""
     stated = next((m[1] for w in words if (m := re.fullmatch(r"vllm(?:\[[\w,]*\])?==([\w.+-]+)", w))), None)
+    at, tag, image = _container(words)
     for i, word in enumerate(words[:-1]):
         found = LAUNCHER.fullmatch(word.rsplit("/", 1)[-1])
-        if found and words[i + 1] == "serve":
-            return i + 2, found["version"] or stated, None
-        if word == "-m" and words[i + 1].startswith("vllm.entrypoints."):
-            after = i + 2
-            return after + (words[after : after + 1] == ["serve"]), stated, None
-    if any(w.rsplit("/", 1)[-1] in ("docker", "podman", "nerdctl") for w in words):
-        for i, word in enumerate(words):
-            found = IMAGE.fullmatch(word)
-            before = words[i - 1] if i else ""
-            valued = before.startswith("-") and "=" not in before and not CONTAINER_FLAG.fullmatch(before)
-            if found and i and not valued and not word.startswith("-") and "=" not in word:
-                return i + 1 + (words[i + 1 : i + 2] == ["serve"]), found["tag"], found["name"]
+        module = word == "-m" and words[i + 1].startswith("vllm.entrypoints.")
+        if not module and not (found and words[i + 1] == "serve"):
+            continue
+        after = i + 2 + (module and words[i + 2 : i + 3] == ["serve"])
+        if version := (found and found["version"]) or stated:
+            return after, version, None
+        inside = at is not None and at < i and not any(w.operator for w in words[at:i])
+        return (after, tag, image) if inside else (after, None, None)
+    if at is not None:
+        return at + 1 + (words[at + 1 : at + 2] == ["serve"]), tag, image
     raise fail("no `vllm serve MODEL ...` in it, nor a container or module of vLLM's server")
+
+
+def _container(words: list[Word]) -> tuple[int | None, str | None, str | None]:
+    """Index, tag and name of the image that a container is run from."""
+    running = False
+    for i, word in enumerate(words):
+        if word.rsplit("/", 1)[-1] in ("docker", "podman", "nerdctl"):
+            running = False
+        elif word in ("run", "create"):
+            running = True
+        elif running and (found := IMAGE.fullmatch(word)) and not word.startswith("-") and "=" not in word:
+            before = words[i - 1]
+            if not before.startswith("-") or "=" in before or CONTAINER_FLAG.fullmatch(before):
+                return i, found["tag"], found["name"]
+    return None, None, None
 
 
 def _name(word: str) -> str:

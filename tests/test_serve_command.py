@@ -163,6 +163,36 @@ def test_a_foreign_images_tag_is_no_version(image, version):
     assert any("is not taken for vLLM's version" in n for n in command.notes) == (version == "foreign")
 
 
+@pytest.mark.parametrize(
+    ("run", "version"),
+    [("docker run vllm/vllm-openai:v0.24.0 vllm serve org/target", "0.24"),
+     ("docker run --entrypoint python3 vllm/vllm-openai:v0.24.0 -m vllm.entrypoints.openai.api_server --model=org/target",
+      "0.24"),
+     ("docker pull vllm/vllm-openai:v0.24.0 && docker run vllm/vllm-openai:v0.25.0 --model org/target", "0.25"),
+     ("docker run vllm/vllm-openai:v0.24.0 true; vllm serve org/target", None),
+     ("docker run vllm/vllm-openai:v0.24.0 uvx vllm@0.26.0 serve org/target", "0.26"),
+     ("docker run me/vllm:v25.9 vllm serve org/target", "foreign"),
+     ("docker run --name vllm me/a:v0.24.0 vllm serve org/target", None)],
+)  # fmt: skip
+def test_an_image_says_the_version_of_a_launcher_in_it(run, version):
+    """Of a launcher in the same command; one that states its own version comes first."""
+    command = read(f"{run} -sc '{SPEC}'")
+    assert command.taken["target"] == "org/target" and len(command.notes) == (version == "foreign")
+    assert command.taken.get("vllm_version") == (None if version == "foreign" else version)
+
+
+@pytest.mark.parametrize(
+    "flag", ["-itd", "-dit", "-P", "-dP", "--read-only", "--rm", "-p 80:80", "--gpus=all", "--publish-all"]
+)
+def test_a_flag_may_stand_before_the_image(flag):
+    assert (
+        read(f"docker run {flag} vllm/vllm-openai:v0.24.0 --model org/target -sc '{SPEC}'").taken["vllm_version"]
+        == "0.24"
+    )
+    with pytest.raises(SpecqError, match="no `vllm serve"):
+        read(f"docker run {flag} --name vllm other --model m")
+
+
 def test_sampling_of_the_server():
     """--override-generation-config and --generation-config vllm; top_k -1 is off; what is not known is named."""
     text = f"{PLAIN} -sc '{SPEC}' --override-generation-config " + '\'{"temperature": 0.7, "top_k": -1, "min_p": 0.1}\''
