@@ -418,6 +418,16 @@ def test_secrets_around_the_server_are_not_kept(around):
         "export ARGS=(--token LEAK); A='b TOKEN=LEAK' {}",
         "cat > c.yaml <<EOF\napi-key: LEAK\nEOF\n{}",
         "HTTPS_PROXY=http://me:$X-LEAK@proxy pip install git+https://LEAK@github.com/a/b; {}",
+        # quotes, lists and lines that go on
+        "x 'HF_TOKEN=\"a LEAK\" y'; x \"y 'A_KEY=a LEAK' z\" --env='A_KEY=a LEAK' ; {}",
+        "sh -c 'A_KEY=$X\"LEAK\" B_KEY=\"LEAK\"LEAK y'; A_KEY=$X\"LEAK\" B_KEY=\"$X\"LEAK {}",
+        "A=(\n --token LEAK\n \"B_KEY=LEAK\" 'x --token LEAK y'\n); A_KEY=(LEAK 'LEAK x'); A+=(\"y KEY=LEAK\") ; {}",
+        "HF_TOKEN=\\\nLEAK {} --api-key=\\\nLEAK",
+        "x --use-auth-token LEAK ; {}",
+        "A_KEY=${{A_KEY:-LEAK}} {}",
+        # passwords with marks of addresses in them
+        "redis-cli -u redis://me:p@LEAK@h:6379 ; A=redis://me:pa/LEAK@h:6379 {}",
+        "HTTPS_PROXY=http://me:LEAK/x@LEAK@h:3128 A=https://LEAK@LEAK@h/a {}",
         # comments
         "# LEAK\n{}  # LEAK, don't tell\n# LEAK",
     ],
@@ -429,6 +439,31 @@ def test_a_secret_is_known_by_its_name(script):
     assert "LEAK" in text and "LEAK" not in kept and "LEAK" not in words_without_secrets(["--vllm-command", text])[1]
     assert read(kept).taken == read(text).taken and ("--port 80" in kept) == ("--port 80" in text)
     assert joined(without_secrets(read(kept))) == kept
+
+
+@pytest.mark.parametrize(
+    ("script", "kept"),
+    [
+        ('ARGS="--api-key $KEY --port 80"', None),
+        ("ARGS=\"--port 80 --x.api_key=${KEY}\"; A=\"--x '{\\\"api_key\\\": $KEY, \\\"n\\\": 1}' --port 80\"", None),
+        ("ARGS=(\n --port 80\n --api-key $K\n)", None),
+        ("ARGS=(--port 80 # all\n --api-key \"$K\" \"A_KEY=$K\"\n)", None),
+        ("A_KEY=${A_KEY:?missing} B=${A_KEY:?} C=${B:-1}", None),
+        ("A_KEY=${A_KEY:-LEAK} B=x${A_KEY:-LEAK}y", "A_KEY=${A_KEY} B=x${A_KEY}y"),
+        ("curl http://h:80/a@b git+https://github.com:443/a/b@main", None),
+        ('ARGS="--api-key LEAK --port 80"', 'ARGS="--api-key $API_KEY --port 80"'),
+        ("sh -c '(x --token LEAK); A_KEY=\"a LEAK\" y'", 'sh -c "(x --token $TOKEN); A_KEY=\\"$A_KEY\\" y"'),
+        ("A+=(\n--token LEAK\n'KEY=LEAK' 'a b'\n)", "A+=(--token $TOKEN KEY=$KEY 'a b')"),
+        ("A_KEY=(LEAK LEAK)", "A_KEY=($A_KEY $A_KEY)"),
+        ("x $(y --token LEAK) `y --token LEAK -v`", "x $(y --token $TOKEN) `y --token $TOKEN -v`"),
+        ("x '{\"a\": \"$HOME\", \"A_KEY\": \"LEAK\"}'", 'x "{\\"a\\": \\"\\$HOME\\", \\"A_KEY\\": \\"$A_KEY\\"}"'),
+        ("sh -c 'x $HOME --token LEAK'", 'sh -c "x \\$HOME --token $TOKEN"'),
+    ],
+)  # fmt: skip
+def test_what_is_around_a_secret_stays(script, kept):
+    """A value ends where its word does; variables alone, lists, and what did not expand are as they were."""
+    command = f"{script}; {PLAIN}"
+    assert joined(without_secrets(read(command))) == (f"{kept} ; {PLAIN}" if kept else joined(split(command)))
 
 
 @pytest.mark.parametrize(
