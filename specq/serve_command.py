@@ -39,6 +39,8 @@ CONTAINER_FLAG = re.compile(
 MANIFEST = re.compile(
     r"[{\[]*(?:name|value|args|command|entrypoint|env|environment|image|containers|services|apiVersion|kind):"
 )
+# A server within a word or a list, such as `bash -c "vllm serve M"` and `["vllm", "serve", "M"]`.
+WITHIN = re.compile(r"\bvllm\W+serve\b|-m\W+vllm\.entrypoints\.")
 OTHER_DRAFTS = re.compile(r"eagle|medusa|dflash|dspark|speculator", re.IGNORECASE)
 SEVERAL = {"--api-key", "--served-model-name", "--lora-modules", "--middleware"}  # these take several words
 UNRELATED = {
@@ -111,8 +113,13 @@ def read(text: str) -> ServeCommand:
     words = _split(text)
     if found := next((w for w in words if MANIFEST.fullmatch(w)), None):
         raise fail(f"YAML ({found}) is not read: give the command by itself")
-    first, version, image = _start(words)
+    start = _start(words)
+    first, version, image = start or (0, None, None)
     last = next((i for i in range(first, len(words)) if words[i].operator), len(words))
+    if (not start and WITHIN.search(" ".join(words))) or (start and any(map(WITHIN.search, words[first:last]))):
+        raise fail("the server stands within quotes or a list, which are not read: give the command by itself")
+    if not start:
+        raise fail("no `vllm serve MODEL ...` in it, nor a container or module of vLLM's server")
     options, loose = _parse(words, first, last)
     for option in options:
         name = option.name.split(".")[0]
@@ -141,8 +148,11 @@ def _split(text: str) -> list[Word]:
         raise fail(f"cannot be split into words: {error}; JSON needs '...' around it") from None
 
 
-def _start(words: list[Word]) -> tuple[int, str | None, str | None]:
-    """Index of vLLM's first argument, the version that its launcher or image names, and the image where that names it."""
+def _start(words: list[Word]) -> tuple[int, str | None, str | None] | None:
+    """Index of vLLM's first argument, the version that its launcher or image names, and the image where that names it.
+
+    None where there is no server.
+    """
     stated = next((m[1] for w in words if (m := re.fullmatch(r"vllm(?:\[[\w,]*\])?==([\w.+-]+)", w))), None)
     at, tag, image = _container(words)
     for i, word in enumerate(words[:-1]):
@@ -157,7 +167,7 @@ def _start(words: list[Word]) -> tuple[int, str | None, str | None]:
         return (after, tag, image) if inside else (after, None, None)
     if at is not None:
         return at + 1 + (words[at + 1 : at + 2] == ["serve"]), tag, image
-    raise fail("no `vllm serve MODEL ...` in it, nor a container or module of vLLM's server")
+    return None
 
 
 def _container(words: list[Word]) -> tuple[int | None, str | None, str | None]:

@@ -249,6 +249,18 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(text, said):
 
 
 @pytest.mark.parametrize(
+    "text",
+    ['bash -c "vllm serve m/M"', "ssh h 'cd /x && /opt/bin/vllm serve m/M'", '["vllm","serve","m/M"]', "- vllm\n- serve\n- m/M",
+     'docker run --entrypoint bash vllm/vllm-openai:v0.24.0 -c "vllm serve m/M"', "nohup sh -c 'python3 -m vllm.entrypoints.x'",
+     "docker run vllm/vllm-openai:v0.24.0 bash -c 'vllm serve m/M'"],
+)  # fmt: skip
+def test_a_server_within_quotes_or_a_list_is_refused(text):
+    """And said to be there: neither `no model in it`, nor the shell as a model."""
+    with pytest.raises(SpecqError, match="within quotes or a list, which are not read: give the command by itself"):
+        read(text)
+
+
+@pytest.mark.parametrize(
     ("text", "options", "said"),
     [
         (' -sc \'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 6, "prompt_lookup_max": 4}\'', {},
