@@ -7,6 +7,7 @@ Nothing of it is executed, and no variable is expanded.
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -192,12 +193,17 @@ def _name(word: str) -> str:
     return head + dot + tail
 
 
+def _value(word: Word) -> str:
+    """A word's value, with the home directory where a shell puts it: it is no variable, and models lie there."""
+    return os.path.expanduser(word) if word.raw.startswith("~/") else str(word)
+
+
 def _parse(words: list[Word], first: int, last: int) -> tuple[list[Option], list[str]]:
     options, loose, i = [], [], first
     while i < last:
         word = words[i]
         if not word.startswith("-") or word in ("-", "--"):
-            loose.append(str(word))
+            loose.append(_value(word))
             i += 1
             continue
         head, equals, value = word.partition("=")
@@ -206,7 +212,7 @@ def _parse(words: list[Word], first: int, last: int) -> tuple[list[Option], list
         if equals:
             options.append(Option(name, value, i, end))
         elif valued and not FLAG.fullmatch(name):
-            value, end = str(words[end]), end + 1
+            value, end = _value(words[end]), end + 1
             while name in SEVERAL and end < last and not words[end].startswith("-"):
                 end += 1
             options.append(Option(name, value, i, end))

@@ -193,6 +193,18 @@ def test_a_flag_may_stand_before_the_image(flag):
         read(f"docker run {flag} --name vllm other --model m")
 
 
+@pytest.mark.parametrize("text", ["vllm serve ~/t", "vllm serve --model ~/t"])
+def test_a_home_directory_is_what_a_shell_makes_of_it(text, monkeypatch):
+    """For the target and the draft, where a word begins with ~/ out of quotes; other words of the line stay as they were."""
+    monkeypatch.setenv("HOME", "/home/me")
+    command = f"{text} -sc.model ~/d -sc.num_speculative_tokens 3"
+    assert (read(command).taken["target"], read(command).taken["draft"]) == ("/home/me/t", "/home/me/d")
+    now, then = changed(command, block())
+    assert now == command and "~/t" in then and read(then).taken["draft"] == "/home/me/d"
+    quoted = read("vllm serve '~/t' -sc.model=~/d -sc.num_speculative_tokens 3").taken
+    assert (quoted["target"], quoted["draft"]) == ("~/t", "~/d")
+
+
 def test_sampling_of_the_server():
     """--override-generation-config and --generation-config vllm; top_k -1 is off; what is not known is named."""
     text = f"{PLAIN} -sc '{SPEC}' --override-generation-config " + '\'{"temperature": 0.7, "top_k": -1, "min_p": 0.1}\''
