@@ -138,6 +138,9 @@ def read(text: str) -> ServeCommand:
     _take_version(made, version, image)
     if beside := loose[0 if by_name.get("--model") else 1 :]:
         made.notes.append(f"not understood: {' '.join(beside)}")
+    before = next((i for i in reversed(range(first)) if words[i].operator), 0)
+    if _start(words[:before]) or _start(words[last:]):
+        made.notes.append(f"another server stands in it: what is read and changed is that of {model}")
     made.notes[:] = map(line_of, made.notes)
     return made
 

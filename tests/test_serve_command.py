@@ -169,7 +169,7 @@ def test_a_foreign_images_tag_is_no_version(image, version):
      ("docker run --entrypoint python3 vllm/vllm-openai:v0.24.0 -m vllm.entrypoints.openai.api_server --model=org/target",
       "0.24"),
      ("docker pull vllm/vllm-openai:v0.24.0 && docker run vllm/vllm-openai:v0.25.0 --model org/target", "0.25"),
-     ("docker run vllm/vllm-openai:v0.24.0 true; vllm serve org/target", None),
+     ("docker run vllm/vllm-openai:v0.24.0 true; vllm serve org/target", "several"),
      ("docker run vllm/vllm-openai:v0.24.0 uvx vllm@0.26.0 serve org/target", "0.26"),
      ("docker run me/vllm:v25.9 vllm serve org/target", "foreign"),
      ("docker run --name vllm me/a:v0.24.0 vllm serve org/target", None)],
@@ -177,8 +177,8 @@ def test_a_foreign_images_tag_is_no_version(image, version):
 def test_an_image_says_the_version_of_a_launcher_in_it(run, version):
     """Of a launcher in the same command; one that states its own version comes first."""
     command = read(f"{run} -sc '{SPEC}'")
-    assert command.taken["target"] == "org/target" and len(command.notes) == (version == "foreign")
-    assert command.taken.get("vllm_version") == (None if version == "foreign" else version)
+    assert command.taken["target"] == "org/target" and len(command.notes) == (version in ("foreign", "several"))
+    assert command.taken.get("vllm_version") == (None if version in ("foreign", "several") else version)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +203,20 @@ def test_a_home_directory_is_what_a_shell_makes_of_it(text, monkeypatch):
     assert now == command and "~/t" in then and read(then).taken["draft"] == "/home/me/d"
     quoted = read("vllm serve '~/t' -sc.model=~/d -sc.num_speculative_tokens 3").taken
     assert (quoted["target"], quoted["draft"]) == ("~/t", "~/d")
+
+
+@pytest.mark.parametrize(
+    ("after", "several"),
+    [("& vllm serve other", True), ("; docker run vllm/vllm-openai:v0.24.0 --model b", True), ("\nwait", False),
+     ("&& docker logs vllm", False), ("|| docker stop vllm; echo vllm server", False)],
+)  # fmt: skip
+def test_of_several_servers_one_is_read_and_said_to_be(after, several):
+    command = read(f"{PLAIN} -sc '{SPEC}' {after}")
+    assert command.taken["target"] == "org/target"
+    assert [n for n in command.notes if "another server stands" in n] == command.notes
+    assert len(command.notes) == several
+    text = f"docker run vllm/vllm-openai:v0.24.0 --model other & {PLAIN} -sc '{SPEC}'"
+    assert "another server stands in it: what is read and changed is that of org/target" in read(text).notes[0]
 
 
 def test_sampling_of_the_server():
