@@ -50,7 +50,7 @@ def text_of(given: str) -> str:
     try:
         if not given.strip() or "\n" in given or not Path(given).is_file():
             if len(given.split()) == 1 and ("/" in given or Path(given).suffix):  # no command is one word
-                raise fail(f"no such file: {given}")
+                raise fail(f"{given} is a directory" if Path(given).is_dir() else f"no such file: {given}")
             return given
         if Path(given).stat().st_size > LONGEST_FILE:
             raise fail(f"{given} is too large for a command line")

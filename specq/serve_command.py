@@ -130,6 +130,9 @@ def read(text: str) -> ServeCommand:
     model = by_name.get("--model") or (loose[0] if loose else None)
     if not model:
         more = "; what --config FILE holds is not read" if "--config" in by_name else ""
+        taking = [o.name for o in options if o.end - o.start == 2 and o.name.split(".")[0] not in VALUED]
+        if taking and not more:
+            more = f": the word behind {' and behind '.join(taking)} counts as its value; give the model first"
         raise fail(f"no model in it{more}")
     made = ServeCommand(words, first, last, options, model, _speculative(options))
     made.taken["target"] = model
@@ -401,6 +404,8 @@ def _take_version(made: ServeCommand, stated: str | None, image: str | None) -> 
         made.notes.append(f"{stated} is not taken for vLLM's version: {image} is not its own image, {OWN_IMAGE}")
         return
     found = re.match(r"v?(\d{1,3})\.(\d{1,4})", stated or "")
+    if found and int(found[1]):
+        made.notes.append(f"vLLM {found[0]} is newer than any that specq was written against")
     if found and (int(found[1]), int(found[2])) >= OLDEST:
         made.taken["vllm_version"] = f"{int(found[1])}.{int(found[2])}"
     elif found:

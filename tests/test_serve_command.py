@@ -161,6 +161,7 @@ def test_a_foreign_images_tag_is_no_version(image, version):
     command = read(f"docker run {image} --model org/target -sc '{SPEC}'")
     assert command.taken.get("vllm_version") == (None if version == "foreign" else version)
     assert any("is not taken for vLLM's version" in n for n in command.notes) == (version == "foreign")
+    assert any("vLLM v1.2 is newer than any" in n for n in command.notes) == (version == "1.2")
 
 
 @pytest.mark.parametrize(
@@ -245,6 +246,10 @@ def test_ngram_and_vllms_defaults():
         ("vllm bench serve --model x", "no `vllm serve MODEL"),
         ("vllm serve --port 80", "no model in it"),
         ("vllm serve --config server.yaml", "is not read"),
+        (
+            "vllm serve --fully-sharded-loras m/M --port 80",
+            "no model in it: the word behind --fully-sharded-loras counts as its",
+        ),
         (f'{PLAIN} -sc \'{{"model": "d"', "cannot be split"),
         (PLAIN + " -sc {model:d}", "is not JSON"),
         (PLAIN + " -sc '[1]'", "is not a JSON object"),
@@ -667,10 +672,13 @@ def test_a_file_may_hold_the_command(tmp_path):
 def test_a_file_that_is_not_there_is_said(given, tmp_path, monkeypatch):
     """One word that looks like a path is no command; a directory is no file of one either."""
     monkeypatch.chdir(tmp_path)
-    for word in (given, f"{tmp_path}/{given}", str(tmp_path)):
+    for word in (given, f"{tmp_path}/{given}"):
         with pytest.raises(SpecqError, match="--vllm-command: no such file: ") as caught:
             text_of(word)
         assert word in str(caught.value)
+    for word in (str(tmp_path), "./"):
+        with pytest.raises(SpecqError, match=f"^--vllm-command: {word} is a directory$"):
+            text_of(word)
     assert text_of("vllm") == "vllm" and text_of("vllm serve a/b.c") == "vllm serve a/b.c"
 
 
