@@ -34,16 +34,18 @@ NAMED = re.compile(
 )
 # A value within a script: up to a blank that is not in quotes, without what closes a list or ends a command there.
 VALUE = re.compile(
-    r"""(?:(?:bearer|basic|token)\s+)?(?:\\.|"(?:\\.|[^"\\])*(?:"|\Z)|'[^']*(?:'|\Z)|[^\s\\"');]|[);](?![);]*(?:\s|\Z)))*""",
-    re.IGNORECASE | re.DOTALL,
+    r"""(?:(?:bearer|basic|token)\s+)?
+        (?:\\.|\$\{\w+\}|"(?:\\.|[^"\\])*(?:"|\Z)|'[^']*(?:'|\Z)|[^\s\\"');\]},]|[);\]},](?![);\]},]*(?:\s|\Z)))*""",
+    re.IGNORECASE | re.DOTALL | re.VERBOSE,
 )
-# Passwords may have a slash or an @ in them; what has a port and then an @ in its path has none.
+# What stands before the last @ of a word. Passwords may have a slash or an @ in them; of http's, a path and a port have none.
+BEFORE_AT = re.compile(r"(?<!\S)\S+(?=@)")
 ADDRESS = re.compile(
-    r"((?<!http)(?<!https)://[^\s/:@]*:|https?://[^\s/:@]*:(?!\d{1,5}/))(\S+)(?=@)|(https?://)([^\s/]+)(?=@)"
+    r"((?<!http)(?<!https)://[^\s/:@]*:)(.+)|(https?://(?:[^\s/:@]*:)?)([^\s/]+)(?=@|\Z)"
+    r"|(https?://[^\s/:@]*:(?!\d{1,5}(?:[/,;]|\Z)))(.+)"
 )
 # What stays: a variable, with a header's scheme before it.
 VARIABLE_ALONE = re.compile(rf"(?:bearer\s+)?{VARIABLE.pattern}", re.IGNORECASE)
-VARIABLE_ENDS = re.compile(rf"{VARIABLE_ALONE.pattern}(?=[\"'){{}}\],;]*(?:\s|\Z))", re.IGNORECASE)
 DEFAULT = re.compile(r"\$\{(\w+):?[-=+][^{}]*\}")  # `${NAME:-value}`
 ARRAY = re.compile(r"((\w+)\+?=)\((.*)\)", re.DOTALL)
 
@@ -124,27 +126,36 @@ def _text(text: str) -> str:
             return inner[0] + _json(text[inner.end() :])
         except (ValueError, RecursionError):
             pass
-    text = ADDRESS.sub(lambda m: m[0] if VARIABLE.fullmatch(m[2] or m[4]) else f"{m[1] or m[3]}$PASSWORD", text)
+    text = BEFORE_AT.sub(lambda run: ADDRESS.sub(_password, run[0]), text)
     text = DEFAULT.sub(lambda m: f"${{{m[1]}}}" if is_secret(m[1]) else m[0], text)
     made, done, at = "", 0, 0
     while found := NAMED.search(text, at):
         at = found.end()
-        name, quote = (
-            found["name"] or found["option"],
-            found["opening"] or (not found["after"] and found["before"]) or "",
-        )
-        first = bool(found["name"] and re.fullmatch(r"(?:-[\w-]+=)?", text[: found.start()]))  # also --env=NAME=
-        stays = VARIABLE_ALONE.fullmatch if first else VARIABLE_ENDS.match
-        if at == len(text) or not is_secret(name) or stays(text, at):
-            continue
-        if first or found["sign"] == ":" or "\\" in quote:  # where a value ends, who knows
-            return made + text[done:at] + variable(name)
+        name = found["name"] or found["option"]
+        quote = found["opening"] or (not found["after"] and found["before"]) or ""
         begin = found.start("opening") if found["opening"] else found.start() if quote else at
         end = VALUE.match(text, begin).end()
-        if end > at:
-            made += text[done:at] + variable(name) + quote
-            done = at = end
+        if found["name"] and re.fullmatch(
+            r"(?:-[\w-]+=)?", text[: found.start()]
+        ):  # the word is this, also --env=NAME=
+            end = len(text)
+        elif "\\" in quote:  # where such a value ends, who knows
+            quote, end = "", len(text)
+        if end <= at or not is_secret(name):
+            continue
+        if VARIABLE_ALONE.fullmatch(text[at:end].strip("\"'")):
+            at = end
+            continue
+        if not quote and (found["sign"] == ":" or name.lower().endswith("authorization")):
+            end = len(text)  # a header
+        made += text[done:at] + variable(name) + quote
+        done = at = end
     return made + text[done:]
+
+
+def _password(found: re.Match[str]) -> str:
+    before, password = (part for part in found.groups() if part is not None)
+    return found[0] if VARIABLE.fullmatch(password) else f"{before}$PASSWORD"
 
 
 def _json(text: str) -> str:

@@ -451,6 +451,7 @@ def test_secrets_around_the_server_are_not_kept(around):
         # headers
         "curl --header 'api-key: LEAK' -H 'X-Auth-Token:LEAK' -H'Authorization: Basic LEAK' h && {}",
         "OTEL_EXPORTER_OTLP_HEADERS='Authorization=Bearer LEAK' {}",
+        "OTEL_EXPORTER_OTLP_HEADERS='Authorization=Api-Key LEAK' {}",
         "OTEL_EXPORTER_OTLP_HEADERS=a=b,x-api-key=LEAK {}",
         "curl 'https://h/x?a=1&access_token=LEAK' ; {}",
         # assignments, in whatever case and around whatever a shell makes of the value
@@ -497,6 +498,11 @@ def test_a_secret_is_known_by_its_name(script):
         ('ARGS="--api-key LEAK --port 80"', 'ARGS="--api-key $API_KEY --port 80"'),
         ("sh -c '(x --token LEAK); A_KEY=\"a LEAK\" y'", 'sh -c "(x --token $TOKEN); A_KEY=\\"$A_KEY\\" y"'),
         ("A+=(\n--token LEAK\n'KEY=LEAK' 'a b'\n)", "A+=(--token $TOKEN KEY=$KEY 'a b')"),
+        ("sh -c \"x --api-key '$K' --port 1; curl -H 'Authorization: Bearer $T' h\"", None),
+        ("x $(curl -H 'api-key: LEAK LEAK' h)", "x $(curl -H 'api-key: $API_KEY' h)"),
+        ("x=\"-e 'A_KEY=$K LEAK' -v\"", "x=\"-e 'A_KEY=$A_KEY' -v\""),
+        ("x git+https://me:LEAK@h/a@main,http://h:80,http://:LEAK@h",
+         "x git+https://me:$PASSWORD@h/a@main,http://h:80,http://:$PASSWORD@h"),
         ("A_KEY=(LEAK LEAK)", "A_KEY=($A_KEY $A_KEY)"),
         ("x $(y --token LEAK) `y --token LEAK -v`", "x $(y --token $TOKEN) `y --token $TOKEN -v`"),
         ("x '{\"a\": \"$HOME\", \"A_KEY\": \"LEAK\"}'", 'x "{\\"a\\": \\"\\$HOME\\", \\"A_KEY\\": \\"$A_KEY\\"}"'),
