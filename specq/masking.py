@@ -139,6 +139,10 @@ def _text(text: str) -> str:
             r"(?:-[\w-]+=)?", text[: found.start()]
         ):  # the word is this, also --env=NAME=
             end = len(text)
+        elif (
+            not quote and found["sign"] == "=" and not re.search(r"\s", text[: found.start()])
+        ):  # a=b,NAME=, no script so far
+            end = max(end, re.compile(r".*?(?=\s+-|\Z)", re.DOTALL).match(text, at).end())
         elif "\\" in quote:  # where such a value ends, who knows
             quote, end = "", len(text)
         if end <= at or not is_secret(name):

@@ -452,6 +452,7 @@ def test_secrets_around_the_server_are_not_kept(around):
         "curl --header 'api-key: LEAK' -H 'X-Auth-Token:LEAK' -H'Authorization: Basic LEAK' h && {}",
         "OTEL_EXPORTER_OTLP_HEADERS='Authorization=Bearer LEAK' {}",
         "OTEL_EXPORTER_OTLP_HEADERS='Authorization=Api-Key LEAK' {}",
+        "OTEL_EXPORTER_OTLP_HEADERS='a=b,x-api-key=a LEAK' B=A_KEY='a LEAK' {}",
         "OTEL_EXPORTER_OTLP_HEADERS=a=b,x-api-key=LEAK {}",
         "curl 'https://h/x?a=1&access_token=LEAK' ; {}",
         # assignments, in whatever case and around whatever a shell makes of the value
