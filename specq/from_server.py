@@ -15,7 +15,7 @@ from typing import Any
 
 from specq.config import StudyConfig, validated
 from specq.errors import SpecqError
-from specq.masking import awaits_secret, masked, masked_value
+from specq.masking import masked_words
 from specq.report.schema import VllmBlock
 from specq.serve_command import (
     ATTENTION,
@@ -50,7 +50,7 @@ def text_of(given: str) -> str:
     try:
         if not given.strip() or "\n" in given or not Path(given).is_file():
             if len(given.split()) == 1 and ("/" in given or Path(given).suffix):  # no command is one word
-                raise fail(f"no such file: {given}")
+                raise fail(f"{given} is a directory" if Path(given).is_dir() else f"no such file: {given}")
             return given
         if Path(given).stat().st_size > LONGEST_FILE:
             raise fail(f"{given} is too large for a command line")
@@ -126,20 +126,12 @@ def notes(config: StudyConfig) -> list[str]:
 
 def without_secrets(command: ServeCommand) -> list[str]:
     """The words with keys and tokens replaced by variables: the command is kept in files that are passed on."""
-    words, made, i = command.words, [], 0
-    while i < len(words):
-        word, start = words[i], i
-        made.append(masked(word))
-        i += 1
-        if FLAG.fullmatch(word) or not awaits_secret(word, words[start - 1] if start else ""):
-            continue
-        several = word.replace("_", "-") in SEVERAL and command.first <= start < command.last
-        while i < len(words) and not words[i].operator and not words[i].startswith("-"):
-            made.append(masked_value(word, words[i]))
-            i += 1
-            if not several:
-                break
-    return made
+    words, own = command.words, range(command.first, command.last)
+    return masked_words(
+        words,
+        flag=lambda i: i in own and bool(FLAG.fullmatch(words[i])),
+        several=lambda i: i in own and words[i].replace("_", "-") in SEVERAL,
+    )
 
 
 def own_command() -> str:

@@ -7,6 +7,7 @@ Nothing of it is executed, and no variable is expanded.
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,7 +33,15 @@ FLAG = re.compile(r"--(enable|disable|no|trust|use|allow|return|skip|enforce|asy
 LAUNCHER = re.compile(r"vllm(?:(?:@|==)(?P<version>[\w.+-]+))?")
 IMAGE = re.compile(r"(?P<name>\S*vllm[\w./-]*)(?::(?P<tag>[\w.+-]+))?(?:@sha256:[0-9a-f]+)?")
 OWN_IMAGE = "vllm-openai"  # vLLM's images begin with it, on whatever registry
-CONTAINER_FLAG = re.compile(r"--?(rm|it|ti|d|i|t|init|privileged|detach|interactive|tty)")
+CONTAINER_FLAG = re.compile(
+    r"-[ditPq]+|--(rm|init|privileged|detach|interactive|tty|read-only|publish-all|quiet|replace|no-healthcheck|oom-kill-disable)"
+)
+# Words of a manifest (Kubernetes, Compose): names and values stand apart in it, so what is secret there is not known.
+MANIFEST = re.compile(
+    r"[{\[]*(?:name|value|args|command|entrypoint|env|environment|image|containers|services|apiVersion|kind):"
+)
+# A server within a word or a list, such as `bash -c "vllm serve M"` and `["vllm", "serve", "M"]`.
+WITHIN = re.compile(r"\bvllm\W+serve\b|-m\W+vllm\.entrypoints\.")
 OTHER_DRAFTS = re.compile(r"eagle|medusa|dflash|dspark|speculator", re.IGNORECASE)
 SEVERAL = {"--api-key", "--served-model-name", "--lora-modules", "--middleware"}  # these take several words
 UNRELATED = {
@@ -103,8 +112,15 @@ def line_of(text: str) -> str:
 def read(text: str) -> ServeCommand:
     """Read a command line. Raises SpecqError where it is none, or runs a draft that specq does not model."""
     words = _split(text)
-    first, version, image = _start(words)
+    if found := next((w for w in words if MANIFEST.fullmatch(w)), None):
+        raise fail(f"YAML ({found}) is not read: give the command by itself")
+    start = _start(words)
+    first, version, image = start or (0, None, None)
     last = next((i for i in range(first, len(words)) if words[i].operator), len(words))
+    if (not start and WITHIN.search(" ".join(words))) or (start and any(map(WITHIN.search, words[first:last]))):
+        raise fail("the server stands within quotes or a list, which are not read: give the command by itself")
+    if not start:
+        raise fail("no `vllm serve MODEL ...` in it, nor a container or module of vLLM's server")
     options, loose = _parse(words, first, last)
     for option in options:
         name = option.name.split(".")[0]
@@ -114,6 +130,9 @@ def read(text: str) -> ServeCommand:
     model = by_name.get("--model") or (loose[0] if loose else None)
     if not model:
         more = "; what --config FILE holds is not read" if "--config" in by_name else ""
+        taking = [o.name for o in options if o.end - o.start == 2 and o.name.split(".")[0] not in VALUED]
+        if taking and not more:
+            more = f": the word behind {' and behind '.join(taking)} counts as its value; give the model first"
         raise fail(f"no model in it{more}")
     made = ServeCommand(words, first, last, options, model, _speculative(options))
     made.taken["target"] = model
@@ -122,6 +141,9 @@ def read(text: str) -> ServeCommand:
     _take_version(made, version, image)
     if beside := loose[0 if by_name.get("--model") else 1 :]:
         made.notes.append(f"not understood: {' '.join(beside)}")
+    before = next((i for i in reversed(range(first)) if words[i].operator), 0)
+    if _start(words[:before]) or _start(words[last:]):
+        made.notes.append(f"another server stands in it: what is read and changed is that of {model}")
     made.notes[:] = map(line_of, made.notes)
     return made
 
@@ -133,24 +155,41 @@ def _split(text: str) -> list[Word]:
         raise fail(f"cannot be split into words: {error}; JSON needs '...' around it") from None
 
 
-def _start(words: list[Word]) -> tuple[int, str | None, str | None]:
-    """Index of vLLM's first argument, the version that its launcher or image names, and the image where there is one."""
+def _start(words: list[Word]) -> tuple[int, str | None, str | None] | None:
+    """Index of vLLM's first argument, the version that its launcher or image names, and the image where that names it.
+
+    None where there is no server.
+    """
     stated = next((m[1] for w in words if (m := re.fullmatch(r"vllm(?:\[[\w,]*\])?==([\w.+-]+)", w))), None)
+    at, tag, image = _container(words)
     for i, word in enumerate(words[:-1]):
         found = LAUNCHER.fullmatch(word.rsplit("/", 1)[-1])
-        if found and words[i + 1] == "serve":
-            return i + 2, found["version"] or stated, None
-        if word == "-m" and words[i + 1].startswith("vllm.entrypoints."):
-            after = i + 2
-            return after + (words[after : after + 1] == ["serve"]), stated, None
-    if any(w.rsplit("/", 1)[-1] in ("docker", "podman", "nerdctl") for w in words):
-        for i, word in enumerate(words):
-            found = IMAGE.fullmatch(word)
-            before = words[i - 1] if i else ""
-            valued = before.startswith("-") and "=" not in before and not CONTAINER_FLAG.fullmatch(before)
-            if found and i and not valued and not word.startswith("-") and "=" not in word:
-                return i + 1 + (words[i + 1 : i + 2] == ["serve"]), found["tag"], found["name"]
-    raise fail("no `vllm serve MODEL ...` in it, nor a container or module of vLLM's server")
+        module = word == "-m" and words[i + 1].startswith("vllm.entrypoints.")
+        if not module and not (found and words[i + 1] == "serve"):
+            continue
+        after = i + 2 + (module and words[i + 2 : i + 3] == ["serve"])
+        if version := (found and found["version"]) or stated:
+            return after, version, None
+        inside = at is not None and at < i and not any(w.operator for w in words[at:i])
+        return (after, tag, image) if inside else (after, None, None)
+    if at is not None:
+        return at + 1 + (words[at + 1 : at + 2] == ["serve"]), tag, image
+    return None
+
+
+def _container(words: list[Word]) -> tuple[int | None, str | None, str | None]:
+    """Index, tag and name of the image that a container is run from."""
+    running = False
+    for i, word in enumerate(words):
+        if word.rsplit("/", 1)[-1] in ("docker", "podman", "nerdctl"):
+            running = False
+        elif word in ("run", "create"):
+            running = True
+        elif running and (found := IMAGE.fullmatch(word)) and not word.startswith("-") and "=" not in word:
+            before = words[i - 1]
+            if not before.startswith("-") or "=" in before or CONTAINER_FLAG.fullmatch(before):
+                return i, found["tag"], found["name"]
+    return None, None, None
 
 
 def _name(word: str) -> str:
@@ -160,12 +199,17 @@ def _name(word: str) -> str:
     return head + dot + tail
 
 
+def _value(word: Word) -> str:
+    """A word's value, with the home directory where a shell puts it: it is no variable, and models lie there."""
+    return os.path.expanduser(word) if word.raw.startswith("~/") else str(word)
+
+
 def _parse(words: list[Word], first: int, last: int) -> tuple[list[Option], list[str]]:
     options, loose, i = [], [], first
     while i < last:
         word = words[i]
         if not word.startswith("-") or word in ("-", "--"):
-            loose.append(str(word))
+            loose.append(_value(word))
             i += 1
             continue
         head, equals, value = word.partition("=")
@@ -174,7 +218,7 @@ def _parse(words: list[Word], first: int, last: int) -> tuple[list[Option], list
         if equals:
             options.append(Option(name, value, i, end))
         elif valued and not FLAG.fullmatch(name):
-            value, end = str(words[end]), end + 1
+            value, end = _value(words[end]), end + 1
             while name in SEVERAL and end < last and not words[end].startswith("-"):
                 end += 1
             options.append(Option(name, value, i, end))
@@ -360,6 +404,8 @@ def _take_version(made: ServeCommand, stated: str | None, image: str | None) -> 
         made.notes.append(f"{stated} is not taken for vLLM's version: {image} is not its own image, {OWN_IMAGE}")
         return
     found = re.match(r"v?(\d{1,3})\.(\d{1,4})", stated or "")
+    if found and int(found[1]):
+        made.notes.append(f"vLLM {found[0]} is newer than any that specq was written against")
     if found and (int(found[1]), int(found[2])) >= OLDEST:
         made.taken["vllm_version"] = f"{int(found[1])}.{int(found[2])}"
     elif found:

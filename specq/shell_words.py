@@ -19,21 +19,26 @@ OPERATOR = re.compile(
 PLAIN = re.compile(r"[^ \t\r\n\\'\"`$|&;()<>=]+|=(?!\()|\$(?![({'\"])")
 CLOSED_BY = {"(": ")", "{": "}", "'": "'", '"': '"', "`": "`"}
 ANSI_C = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
-VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
+VARIABLE = re.compile(r"\$(?:\w+|\{\w+(?::?\?[^{}$`'\"\\]*)?\})")  # also `${X:?what is said where there is none}`
+LITERAL = "\ufdd0"  # no character of any text: a `$` that does not expand
 # Behind these a command begins, on the same line or the next one.
 OPENING = {"&&", "||", "|", "|&", ";", ";;", "&", "("}
 RESERVED = {"{", "then", "do", "else", "elif", "if", "while", "until", "!"}
 
 
 class Word(str):
-    """A word's value: quotes removed, expansions as written. `raw` is its spelling, `operator` whether it is one."""
+    """A word's value: quotes removed, expansions as written. `raw` is its spelling, `operator` whether it is one.
 
+    `marked` is the value with LITERAL for each `$` that does not expand.
+    """
+
+    marked: str
     raw: str
     operator: bool
 
-    def __new__(cls, value: str, raw: str, operator: bool = False) -> "Word":
-        made = super().__new__(cls, value)
-        made.raw, made.operator = raw, operator
+    def __new__(cls, marked: str, raw: str, operator: bool = False) -> "Word":
+        made = super().__new__(cls, marked.replace(LITERAL, "$"))
+        made.marked, made.raw, made.operator = marked, raw, operator
         return made
 
 
@@ -44,7 +49,7 @@ def split(text: str) -> list[Word]:
     """
     words: list[Word] = []
     broken = False
-    for word in _tokens(re.sub(r"\r+\n", "\n", text)):
+    for word in tokens(re.sub(r"\r+\n", "\n", text.replace(LITERAL, ""))):
         if word.raw == "\n":
             broken = True
             continue
@@ -63,7 +68,8 @@ def _opens(words: list[Word]) -> bool:
     return last.raw in RESERVED and (len(words) == 1 or words[-2].operator)
 
 
-def _tokens(text: str) -> Iterator[Word]:
+def tokens(text: str) -> Iterator[Word]:
+    """The words, and each line's end as an operator. Raises ValueError for what is not closed."""
     at = 0
     while at < len(text):
         if skipped := SKIPPED.match(text, at):
@@ -72,34 +78,43 @@ def _tokens(text: str) -> Iterator[Word]:
             at = found.end()
             yield Word(found[0], found[0], True)
         else:
-            value, end = _word(text, at)
-            yield Word(value, text[at:end])
-            at = end
+            word, at = _word(text, at)
+            yield word
 
 
-def _word(text: str, at: int) -> tuple[str, int]:
-    """Value of the word at `at`, and the index behind it."""
-    parts, start = [], at
+def _word(text: str, at: int) -> tuple[Word, int]:
+    """The word at `at`, and the index behind it."""
+    parts: list[str] = []
+    spelt: list[str] = []
+    start, before = at, False
     while at < len(text):
+        quoted = text[at] in "\\'\"" or text.startswith(("$'", '$"'), at)
         if plain := PLAIN.match(text, at):
             part, end = plain[0], plain.end()
         elif text[at] == "\\":
+            if re.compile(r"\\\n[^\s#-]").match(
+                text, at
+            ):  # one word over two lines; pasted options and comments are not
+                at += 2
+                continue
             if CONTINUED.match(text, at):
                 break
-            part, end = text[at + 1], at + 2
+            part, end = text[at + 1].replace("$", LITERAL), at + 2
         elif text[at] == "'":
             end = _close(text, at)
-            part = text[at + 1 : end - 1]
+            part = text[at + 1 : end - 1].replace("$", LITERAL)
         elif text.startswith("$'", at):
             found = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL).match(text, at)
             if not found:
                 raise ValueError("no closing '")
-            part = re.sub(r"\\(.)", lambda m: ANSI_C.get(m[1], m[0]), found[1], flags=re.DOTALL)
+            part = re.sub(r"\\(.)", lambda m: ANSI_C.get(m[1], m[0]), found[1], flags=re.DOTALL).replace("$", LITERAL)
             end = found.end()
         elif text.startswith(('"', '$"'), at):
             opening = at + (text[at] == "$")
             end = _close(text, opening)
-            part = re.sub(r"\\([\"\\$`]|\n)", lambda m: m[1].strip("\n"), text[opening + 1 : end - 1])
+            part = re.sub(
+                r"\\([\"\\$`]|\n)", lambda m: m[1].strip("\n").replace("$", LITERAL), text[opening + 1 : end - 1]
+            )
         elif text[at] == "`":
             end = _close(text, at)
             part = text[at:end]
@@ -108,9 +123,14 @@ def _word(text: str, at: int) -> tuple[str, int]:
             part = text[at:end]
         else:
             break
+        if (quoted or before) and re.match(r"\w", part):  # $X"y" is not $Xy
+            tail = "".join(parts[-2:])
+            if variable := re.search(r"\$(\w+)\Z", tail):
+                parts[-2:] = [f"{tail[: variable.start()]}${{{variable[1]}}}"]
         parts.append(part)
-        at = end
-    return "".join(parts), at
+        spelt.append(text[at:end])
+        at, before = end, quoted
+    return Word("".join(parts), "".join(spelt)), at
 
 
 def _close(text: str, at: int) -> int:
@@ -142,13 +162,13 @@ def joined(words: Iterable[str]) -> str:
 
 
 def quoted(word: str) -> str:
-    """A word in quotes where it needs some; double ones where it has variables, which stay expandable."""
+    """A word in quotes where it needs some; double ones where it has variables, which stay expandable. LITERAL does not."""
     if re.fullmatch(r"~/[\w@%+=:,./-]*", word):
         return word
     name, value = re.fullmatch(r"(-{0,2}[A-Za-z_][\w.-]*=(?=.))?(.*)", word, re.DOTALL).groups(default="")
     rest = VARIABLE.sub("", value)
     if rest == value or re.search(r"[$`!]", rest):
-        return name + shlex.quote(value)
+        return (name + shlex.quote(value)).replace(LITERAL, "$")
     if not re.search(r"[^\w@%+=:,./-]", rest):
         return word
-    return name + '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+    return name + '"' + re.sub(r'(["\\])', r"\\\1", value).replace(LITERAL, r"\$") + '"'

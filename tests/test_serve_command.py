@@ -161,6 +161,63 @@ def test_a_foreign_images_tag_is_no_version(image, version):
     command = read(f"docker run {image} --model org/target -sc '{SPEC}'")
     assert command.taken.get("vllm_version") == (None if version == "foreign" else version)
     assert any("is not taken for vLLM's version" in n for n in command.notes) == (version == "foreign")
+    assert any("vLLM v1.2 is newer than any" in n for n in command.notes) == (version == "1.2")
+
+
+@pytest.mark.parametrize(
+    ("run", "version"),
+    [("docker run vllm/vllm-openai:v0.24.0 vllm serve org/target", "0.24"),
+     ("docker run --entrypoint python3 vllm/vllm-openai:v0.24.0 -m vllm.entrypoints.openai.api_server --model=org/target",
+      "0.24"),
+     ("docker pull vllm/vllm-openai:v0.24.0 && docker run vllm/vllm-openai:v0.25.0 --model org/target", "0.25"),
+     ("docker run vllm/vllm-openai:v0.24.0 true; vllm serve org/target", "several"),
+     ("docker run vllm/vllm-openai:v0.24.0 uvx vllm@0.26.0 serve org/target", "0.26"),
+     ("docker run me/vllm:v25.9 vllm serve org/target", "foreign"),
+     ("docker run --name vllm me/a:v0.24.0 vllm serve org/target", None)],
+)  # fmt: skip
+def test_an_image_says_the_version_of_a_launcher_in_it(run, version):
+    """Of a launcher in the same command; one that states its own version comes first."""
+    command = read(f"{run} -sc '{SPEC}'")
+    assert command.taken["target"] == "org/target" and len(command.notes) == (version in ("foreign", "several"))
+    assert command.taken.get("vllm_version") == (None if version in ("foreign", "several") else version)
+
+
+@pytest.mark.parametrize(
+    "flag", ["-itd", "-dit", "-P", "-dP", "--read-only", "--rm", "-p 80:80", "--gpus=all", "--publish-all"]
+)
+def test_a_flag_may_stand_before_the_image(flag):
+    assert (
+        read(f"docker run {flag} vllm/vllm-openai:v0.24.0 --model org/target -sc '{SPEC}'").taken["vllm_version"]
+        == "0.24"
+    )
+    with pytest.raises(SpecqError, match="no `vllm serve"):
+        read(f"docker run {flag} --name vllm other --model m")
+
+
+@pytest.mark.parametrize("text", ["vllm serve ~/t", "vllm serve --model ~/t"])
+def test_a_home_directory_is_what_a_shell_makes_of_it(text, monkeypatch):
+    """For the target and the draft, where a word begins with ~/ out of quotes; other words of the line stay as they were."""
+    monkeypatch.setenv("HOME", "/home/me")
+    command = f"{text} -sc.model ~/d -sc.num_speculative_tokens 3"
+    assert (read(command).taken["target"], read(command).taken["draft"]) == ("/home/me/t", "/home/me/d")
+    now, then = changed(command, block())
+    assert now == command and "~/t" in then and read(then).taken["draft"] == "/home/me/d"
+    quoted = read("vllm serve '~/t' -sc.model=~/d -sc.num_speculative_tokens 3").taken
+    assert (quoted["target"], quoted["draft"]) == ("~/t", "~/d")
+
+
+@pytest.mark.parametrize(
+    ("after", "several"),
+    [("& vllm serve other", True), ("; docker run vllm/vllm-openai:v0.24.0 --model b", True), ("\nwait", False),
+     ("&& docker logs vllm", False), ("|| docker stop vllm; echo vllm server", False)],
+)  # fmt: skip
+def test_of_several_servers_one_is_read_and_said_to_be(after, several):
+    command = read(f"{PLAIN} -sc '{SPEC}' {after}")
+    assert command.taken["target"] == "org/target"
+    assert [n for n in command.notes if "another server stands" in n] == command.notes
+    assert len(command.notes) == several
+    text = f"docker run vllm/vllm-openai:v0.24.0 --model other & {PLAIN} -sc '{SPEC}'"
+    assert "another server stands in it: what is read and changed is that of org/target" in read(text).notes[0]
 
 
 def test_sampling_of_the_server():
@@ -189,6 +246,10 @@ def test_ngram_and_vllms_defaults():
         ("vllm bench serve --model x", "no `vllm serve MODEL"),
         ("vllm serve --port 80", "no model in it"),
         ("vllm serve --config server.yaml", "is not read"),
+        (
+            "vllm serve --fully-sharded-loras m/M --port 80",
+            "no model in it: the word behind --fully-sharded-loras counts as its",
+        ),
         (f'{PLAIN} -sc \'{{"model": "d"', "cannot be split"),
         (PLAIN + " -sc {model:d}", "is not JSON"),
         (PLAIN + " -sc '[1]'", "is not a JSON object"),
@@ -216,6 +277,18 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(text, said):
     with pytest.raises(SpecqError, match="--vllm-command") as caught:
         read(text)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['bash -c "vllm serve m/M"', "ssh h 'cd /x && /opt/bin/vllm serve m/M'", '["vllm","serve","m/M"]', "- vllm\n- serve\n- m/M",
+     'docker run --entrypoint bash vllm/vllm-openai:v0.24.0 -c "vllm serve m/M"', "nohup sh -c 'python3 -m vllm.entrypoints.x'",
+     "docker run vllm/vllm-openai:v0.24.0 bash -c 'vllm serve m/M'"],
+)  # fmt: skip
+def test_a_server_within_quotes_or_a_list_is_refused(text):
+    """And said to be there: neither `no model in it`, nor the shell as a model."""
+    with pytest.raises(SpecqError, match="within quotes or a list, which are not read: give the command by itself"):
+        read(text)
 
 
 @pytest.mark.parametrize(
@@ -366,6 +439,7 @@ def test_secrets_around_the_server_are_not_kept(around):
         "{} --kv-transfer-config '{{\"kv_connector\": \"X\", \"extra\": {{\"list\": [{{\"api_key\": \"LEAK\"}}]}}}}'",
         "{} --hf-overrides='{{\"token\":\"LEAK\", \"n\": [1e400, null]}}' --port 80",
         "{} --hf-overrides '{{\"credentials\": {{\"me\": [\"LEAK\", 7]}}, \"u\": \"ftp://me:LEAK@h\"}}'",
+        "x '{{\"env\": [{{\"name\": \"A_KEY\", \"value\": \"LEAK\"}}, {{\"value\": \"LEAK\", \"name\": \"TOKEN\"}}]}}' ; {}",
         "{} --x '{{\"a\": $N, \"accessToken\": \"LEAK\"}}' --port 80",
         "{} --kv-transfer-config.api_key LEAK --kv_transfer_config.a.hf_token=LEAK -x.credentials.blob LEAK --port 80",
         # options of vLLM and of others
@@ -377,6 +451,8 @@ def test_secrets_around_the_server_are_not_kept(around):
         # headers
         "curl --header 'api-key: LEAK' -H 'X-Auth-Token:LEAK' -H'Authorization: Basic LEAK' h && {}",
         "OTEL_EXPORTER_OTLP_HEADERS='Authorization=Bearer LEAK' {}",
+        "OTEL_EXPORTER_OTLP_HEADERS='Authorization=Api-Key LEAK' {}",
+        "OTEL_EXPORTER_OTLP_HEADERS='a=b,x-api-key=a LEAK' B=A_KEY='a LEAK' {}",
         "OTEL_EXPORTER_OTLP_HEADERS=a=b,x-api-key=LEAK {}",
         "curl 'https://h/x?a=1&access_token=LEAK' ; {}",
         # assignments, in whatever case and around whatever a shell makes of the value
@@ -387,6 +463,16 @@ def test_secrets_around_the_server_are_not_kept(around):
         "export ARGS=(--token LEAK); A='b TOKEN=LEAK' {}",
         "cat > c.yaml <<EOF\napi-key: LEAK\nEOF\n{}",
         "HTTPS_PROXY=http://me:$X-LEAK@proxy pip install git+https://LEAK@github.com/a/b; {}",
+        # quotes, lists and lines that go on
+        "x 'HF_TOKEN=\"a LEAK\" y'; x \"y 'A_KEY=a LEAK' z\" --env='A_KEY=a LEAK' ; {}",
+        "sh -c 'A_KEY=$X\"LEAK\" B_KEY=\"LEAK\"LEAK y'; A_KEY=$X\"LEAK\" B_KEY=\"$X\"LEAK {}",
+        "A=(\n --token LEAK\n \"B_KEY=LEAK\" 'x --token LEAK y'\n); A_KEY=(LEAK 'LEAK x'); A+=(\"y KEY=LEAK\") ; {}",
+        "HF_TOKEN=\\\nLEAK {} --api-key=\\\nLEAK",
+        "x --use-auth-token LEAK ; {}",
+        "A_KEY=${{A_KEY:-LEAK}} {}",
+        # passwords with marks of addresses in them
+        "redis-cli -u redis://me:p@LEAK@h:6379 ; A=redis://me:pa/LEAK@h:6379 {}",
+        "HTTPS_PROXY=http://me:LEAK/x@LEAK@h:3128 A=https://LEAK@LEAK@h/a {}",
         # comments
         "# LEAK\n{}  # LEAK, don't tell\n# LEAK",
     ],
@@ -401,6 +487,50 @@ def test_a_secret_is_known_by_its_name(script):
 
 
 @pytest.mark.parametrize(
+    ("script", "kept"),
+    [
+        ('ARGS="--api-key $KEY --port 80"', None),
+        ("ARGS=\"--port 80 --x.api_key=${KEY}\"; A=\"--x '{\\\"api_key\\\": $KEY, \\\"n\\\": 1}' --port 80\"", None),
+        ("ARGS=(\n --port 80\n --api-key $K\n)", None),
+        ("ARGS=(--port 80 # all\n --api-key \"$K\" \"A_KEY=$K\"\n)", None),
+        ("A_KEY=${A_KEY:?missing} B=${A_KEY:?} C=${B:-1}", None),
+        ("A_KEY=${A_KEY:-LEAK} B=x${A_KEY:-LEAK}y", "A_KEY=${A_KEY} B=x${A_KEY}y"),
+        ("curl http://h:80/a@b git+https://github.com:443/a/b@main", None),
+        ('ARGS="--api-key LEAK --port 80"', 'ARGS="--api-key $API_KEY --port 80"'),
+        ("sh -c '(x --token LEAK); A_KEY=\"a LEAK\" y'", 'sh -c "(x --token $TOKEN); A_KEY=\\"$A_KEY\\" y"'),
+        ("A+=(\n--token LEAK\n'KEY=LEAK' 'a b'\n)", "A+=(--token $TOKEN KEY=$KEY 'a b')"),
+        ("sh -c \"x --api-key '$K' --port 1; curl -H 'Authorization: Bearer $T' h\"", None),
+        ("x $(curl -H 'api-key: LEAK LEAK' h)", "x $(curl -H 'api-key: $API_KEY' h)"),
+        ("x=\"-e 'A_KEY=$K LEAK' -v\"", "x=\"-e 'A_KEY=$A_KEY' -v\""),
+        ("x git+https://me:LEAK@h/a@main,http://h:80,http://:LEAK@h",
+         "x git+https://me:$PASSWORD@h/a@main,http://h:80,http://:$PASSWORD@h"),
+        ("A_KEY=(LEAK LEAK)", "A_KEY=($A_KEY $A_KEY)"),
+        ("x $(y --token LEAK) `y --token LEAK -v`", "x $(y --token $TOKEN) `y --token $TOKEN -v`"),
+        ("x '{\"a\": \"$HOME\", \"A_KEY\": \"LEAK\"}'", 'x "{\\"a\\": \\"\\$HOME\\", \\"A_KEY\\": \\"$A_KEY\\"}"'),
+        ("sh -c 'x $HOME --token LEAK'", 'sh -c "x \\$HOME --token $TOKEN"'),
+    ],
+)  # fmt: skip
+def test_what_is_around_a_secret_stays(script, kept):
+    """A value ends where its word does; variables alone, lists, and what did not expand are as they were."""
+    command = f"{script}; {PLAIN}"
+    assert joined(without_secrets(read(command))) == (f"{kept} ; {PLAIN}" if kept else joined(split(command)))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ['name: VLLM_API_KEY\n      value: "LEAK"', "value: LEAK\n      name: VLLM_API_KEY", "{name: A_KEY, value: LEAK}"],
+)
+@pytest.mark.parametrize("around", ["{}", "kubectl apply -f - <<EOF\n{}\nEOF"])
+def test_a_manifest_is_refused(entry, around):
+    """Its names and values stand apart, so no name says what is secret."""
+    text = around.format(f"args:\n  - |\n    {PLAIN} -sc '{SPEC}'\nenv:\n    - {entry}")
+    for part in (text, text.replace("args:\n  - |\n", "").replace("env:\n", "")):
+        with pytest.raises(SpecqError, match="YAML .* is not read: give the command by itself") as caught:
+            read(part)
+        assert "LEAK" not in str(caught.value) and words_without_secrets(["--vllm-command", part])[1] == "..."
+
+
+@pytest.mark.parametrize(
     "words",
     [
         "--max-num-batched-tokens 64 --tokenizer t --skip-tokenizer-init --long-prefill-token-threshold 9 --ssl-keyfile k.pem",
@@ -409,6 +539,9 @@ def test_a_secret_is_known_by_its_name(script):
         "--api-key $VLLM_API_KEY --hf-token ${HF_TOKEN} --x.api_key=\"$K\"",
         "--hf-overrides \"{\\\"api_key\\\": \\\"$API_KEY\\\"}\"",
         "--hf-token --tokenizer-mode auto --kv-cache-dtype-skip-layers 1",
+        "--hf-overrides '{\"num_key_value_heads\": 8, \"head_key_dim\": 64, \"key_dim\": 9, \"image_token\": \"<i>\"}'",
+        "--reasoning-config '{\"think_start_token\": \"<t>\", \"think_end_token\": \"x\", \"token_budget\": 9}' --key-prefix a",
+        "&& docker login -u me --password-stdin ghcr.io",
     ],
 )  # fmt: skip
 def test_other_names_are_no_secrets(words):
@@ -546,10 +679,13 @@ def test_a_file_may_hold_the_command(tmp_path):
 def test_a_file_that_is_not_there_is_said(given, tmp_path, monkeypatch):
     """One word that looks like a path is no command; a directory is no file of one either."""
     monkeypatch.chdir(tmp_path)
-    for word in (given, f"{tmp_path}/{given}", str(tmp_path)):
+    for word in (given, f"{tmp_path}/{given}"):
         with pytest.raises(SpecqError, match="--vllm-command: no such file: ") as caught:
             text_of(word)
         assert word in str(caught.value)
+    for word in (str(tmp_path), "./"):
+        with pytest.raises(SpecqError, match=f"^--vllm-command: {word} is a directory$"):
+            text_of(word)
     assert text_of("vllm") == "vllm" and text_of("vllm serve a/b.c") == "vllm serve a/b.c"
 
 

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from specq.shell_words import joined, quoted, split
+from specq.shell_words import LITERAL, joined, quoted, split
 
 
 def bash(script):
@@ -21,6 +21,7 @@ def bash(script):
         "$'a\\nb\\'c\\\\' $ $\"x\" a=b --o={a}",
         "a \\\n b \\\n\t'c\nd' ",
         "'#' --x='#' x=#y",
+        "a=\\\nb 'c'\\\nd\\\n\"e\" f\\\n g\\\n\\\nh",
     ],
 )
 def test_values_are_those_of_bash(text):
@@ -45,6 +46,21 @@ def test_operators_substitutions_and_lines(text, values):
     """A substitution is one word with what stands in it; joined again the words are the same."""
     assert split(text) == values and split(joined(split(text))) == values
     assert [w.operator for w in split(joined(split(text)))] == [w.operator for w in split(text)]
+
+
+def test_a_word_over_two_lines_is_one():
+    """As in bash, and spelt in one line; a pasted option or comment on the next line is none of it."""
+    assert [w.raw for w in split("HF_TOKEN=\\\n'a b'\\\nc d\\\n--e\\\n#f\\\n")] == ["HF_TOKEN='a b'c", "d", "--e"]
+
+
+@pytest.mark.parametrize(
+    "text", ["a$X", '"$X"b', "$X\"b\"'$X'", "'$X'$X", '"\\$X$X"', "\\$X${X}", "$X\\b$'$X'", '$"$X"b']
+)
+def test_what_does_not_expand_is_marked(text):
+    """A word respelt from its marked value is what bash makes of the word itself."""
+    (word,) = split(text)
+    assert bash(f"X=1; printf %s {quoted(word.marked)}") == bash(f"X=1; printf %s {text}")
+    assert "X=" not in word and LITERAL not in word + quoted(word.marked)
 
 
 def test_a_quoted_operator_is_none():
