@@ -291,6 +291,9 @@ def _whole(value: Any, name: str, least: int) -> int:  # noqa: ANN401 - from JSO
 
 def _take_draft(made: ServeCommand) -> None:
     config, taken = dict(made.speculative), made.taken
+    taken["draft_transform"] = (
+        "temperature"  # vLLM's drafts get the temperature alone, also one that is only considered
+    )
     if not config:
         taken["current_k"] = 0
         return
@@ -305,7 +308,7 @@ def _take_draft(made: ServeCommand) -> None:
             raise fail(f"prompt_lookup_min {pair[0]} is larger than prompt_lookup_max {pair[1]}, which vLLM refuses")
         taken |= {"draft": "ngram", "ngram": tuple(pair)}
     elif method in (None, "draft_model") and isinstance(model, str) and not OTHER_DRAFTS.search(model):
-        taken |= {"draft": model, "draft_transform": "temperature"}  # vLLM's drafts get the temperature alone
+        taken["draft"] = model
         taken["draft_sampling"] = config.pop("draft_sample_method", "greedy")
         if taken["draft_sampling"] not in ("greedy", "probabilistic"):
             raise fail(f"draft_sample_method {str(taken['draft_sampling'])[:60]!r} is neither greedy nor probabilistic")

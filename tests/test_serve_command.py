@@ -401,6 +401,13 @@ def test_the_users_own_options_come_first():
     assert study_options(text.replace("org/target", "$MODEL"), options | {"target": "t"}, [])[0]["target"] == "t"
 
 
+def test_a_draft_that_is_only_considered_gets_what_vllm_would_give_it():
+    """A server that does not speculate, or by lookup: a draft model named beside it gets the temperature alone, as in vLLM."""
+    options = dict.fromkeys(StudyConfig.model_fields) | {"draft": "org/draft"}
+    for more in ("", """ -sc '{"method": "ngram", "num_speculative_tokens": 3}'"""):
+        assert study_options(f"vllm serve org/target{more}", options, [])[0]["draft_transform"] == "temperature"
+
+
 def test_secrets_are_not_kept():
     """Keys and tokens become variables in what study.json keeps; other words are as they were."""
     text = f"HF_TOKEN=hf_secret VLLM_API_KEY=$KEPT {PLAIN} --api-key secret secret2 --hf_token=secret --port 80 -sc '{SPEC}'"
