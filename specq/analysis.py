@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -37,6 +38,11 @@ class ArmResult:
     sums: stats.Sums
     a: np.ndarray
     b: np.ndarray
+
+    @cached_property
+    def whole(self) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, cycles) per text and K with cut cycles counted whole, see `chain.whole`."""
+        return chain.whole(self.result)
 
     def emitted(self, k: int) -> float:
         """Token-weighted steady emitted at K = k."""
@@ -73,7 +79,7 @@ class Analysis:
 
     def whole(self, arm: str, k: int) -> stats.Sums:
         """An arm's sums at K = k alone, with the cycles that texts' ends cut counted whole (`chain.whole`)."""
-        tokens, cycles = (x[:, k - 1] for x in chain.whole(self.arms[arm].result))
+        tokens, cycles = (x[:, k - 1] for x in self.arms[arm].whole)
         return stats.Sums(self.documents.sum(tokens), self.documents.sum(cycles)[:, None])
 
     def shift_of_whole_cycles(self, arm: str, k: int) -> stats.Estimate:
@@ -146,7 +152,7 @@ def summarise(analysis: Analysis, arm: str, columns: Columns) -> dict:
     surv = chain.survival(result.ends, result.accepted)
     prompt_mean = chain.emitted_prompt_mean(result.tokens, result.ends) - 1
     useful = chain.emitted_useful(result, ended) - 1
-    tokens, cycles = chain.whole(result)
+    tokens, cycles = r.whole
     estimates = {k: analysis.resampler.emitted(r.sums, k) for k in ks}
     kl = np.asarray(columns["kl"], dtype=float)
     groups = {}

@@ -407,7 +407,8 @@ def test_cut_cycles_counted_whole_give_the_steady_value_at_any_length(alpha):
 
 
 def test_cut_cycles_counted_whole_agree_with_real_cycles():
-    """Cycles run on texts of 8 positions, the last one to its end: tokens over cycles, for every K."""
+    """Cycles run on texts of 8 positions, the last one to its end, for every K. The texts accept unlike, and a cut cycle goes
+    on at the rates of all: that leaves at most an eighth of the 2 to 5 % that T / sum e is off by."""
     rng = np.random.default_rng(5)
     n, length, k_max = 200_000, 8, 4
     a = rng.uniform(0.3, 1.0, n)
@@ -418,7 +419,9 @@ def test_cut_cycles_counted_whole_agree_with_real_cycles():
         while (running := done < length).any():
             kept = (rng.random((n, k)) < a[:, None]).cumprod(1).sum(1)
             done, count = done + np.where(running, kept + 1, 0), count + running
-        assert tokens[k - 1] / cycles[k - 1] == pytest.approx(done.sum() / count.sum(), rel=0.004)
+        truth = done.sum() / count.sum()
+        steady = chain.emitted(result.tokens, result.ends)[k - 1]
+        assert abs(tokens[k - 1] / cycles[k - 1] - truth) < abs(steady - truth) / 8 and steady > 1.02 * truth
 
 
 def until(token, text):
